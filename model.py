@@ -1,0 +1,216 @@
+"""The GPT that every script in this collection shares.
+
+A decoder-only transformer: pre-norm blocks, RMSNorm, rotary embedding, causal attention, SwiGLU,
+the output matrix tied to the embedding. The defaults are the chapter's model, 1,803,392 parameters.
+
+    from model import GPT, GPTConfig
+    model = GPT(GPTConfig())
+    logits, loss = model(idx, targets)        # idx, targets: (B, T) int64
+
+Shapes below: B sequences, T positions, C = d_model, H heads of size C / H, V = vocab_size.
+"""
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+INIT_STD = 0.02
+NORM_EPS = torch.finfo(torch.float32).eps
+ADAM_BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+
+
+class UserError(ValueError):
+    """Something that the person at the keyboard can put right; its text is one line that says how."""
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT, in the field's own names. Raises UserError where they do not fit together."""
+
+    vocab_size: int = 8192
+    n_layer: int = 4
+    n_head: int = 4
+    d_model: int = 128
+    seq_len: int = 128          # the longest context, in tokens
+    rope_base: float = 10000.0
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise UserError(f"{field.name} is {value}; it has to be positive")
+        if self.d_model % self.n_head:
+            raise UserError(f"n_head {self.n_head} does not divide d_model {self.d_model}; "
+                            f"choose a width that is a multiple of the number of heads")
+        if self.head_dim % 2:
+            raise UserError(f"d_model {self.d_model} over n_head {self.n_head} gives heads of size {self.head_dim}; "
+                            f"rotary embedding pairs dimensions, so choose an even head size")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_head
+
+    @property
+    def mlp_hidden(self) -> int:
+        """8/3 d_model, which gives SwiGLU's three matrices the parameters of a plain MLP's two of 4 d_model
+        (Shazeer 2020, arXiv:2002.05202), rounded down to a multiple of 32."""
+        return max(32, 8 * self.d_model // 3 // 32 * 32)
+
+
+def rope_tables(config: GPTConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position * base^(-2i/head_dim): two tensors (seq_len, head_dim / 2), fp32.
+    Su and others 2021, arXiv:2104.09864."""
+    i = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    angle = torch.outer(torch.arange(config.seq_len, dtype=torch.float32), config.rope_base ** (-i / config.head_dim))
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (x_i, x_{i + head_dim/2}) of x (B, H, T, head_dim) by its position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one fused query-key-value projection: (B, T, C) to (B, T, C)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head = config.n_head
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
+        self.proj = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x, cos, sin):
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """SwiGLU, gate and up projections fused, gate first: (B, T, C) to (B, T, C)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.gate_up = nn.Linear(config.d_model, 2 * config.mlp_hidden, bias=False)
+        self.down = nn.Linear(config.mlp_hidden, config.d_model, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.d_model, eps=NORM_EPS)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=NORM_EPS)
+        self.attn = Attention(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attn(self.attn_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.d_model, eps=NORM_EPS)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+        cos, sin = rope_tables(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.init_weights()
+
+    def init_weights(self):
+        """Normal, standard deviation 0.02; the projections into the residual stream, 2 n_layer of them, by
+        0.02 / sqrt(2 n_layer), so that the stream's variance at the start does not grow with depth (GPT-2).
+
+        The order of the draws (modules as built, then the residual projections once more) is part of the
+        chapter's printed digits: another order trains as well, and prints other last places.
+        """
+        def draw(module):
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=INIT_STD)
+
+        self.apply(draw)
+        for name, p in self.named_parameters():
+            if name.endswith(("attn.proj.weight", "mlp.down.weight")):
+                nn.init.normal_(p, std=INIT_STD / (2 * self.config.n_layer) ** 0.5)
+
+    def forward(self, idx, targets=None):
+        """idx (B, T) int64 to logits (B, T, V); with targets (B, T) int64 to (logits, mean cross-entropy in nats).
+
+        The loss is computed in fp32 (in fp64 for a model in fp64); targets of -100 are left out of the mean. Raises UserError for T > seq_len.
+        """
+        T = idx.shape[1]
+        if T > self.config.seq_len:
+            raise UserError(f"a sequence of {T} tokens is longer than the model's context of {self.config.seq_len}")
+        x = self.embedding(idx)
+        cos, sin = self.cos[:T], self.sin[:T]
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        at_least_fp32 = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits, F.cross_entropy(at_least_fp32.flatten(0, 1), targets.flatten())
+
+    def num_params(self) -> int:
+        """Parameters, the tied matrix counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, seq_len=None) -> int:
+        """FLOPs of one training step a token: 6N + 12 L T d.
+
+        Forward is 2 a parameter (a multiply and an add), backward 4. Attention's scores and their product with the
+        values have no parameters: 2 products of 2 T d FLOPs a layer forward, three times that with backward. All T
+        positions are counted although causal attention needs half: the convention of PaLM (arXiv:2204.02311, appendix
+        B) and of both documents, and what a kernel that masks computes. Gains are counted as if they were multiplied
+        like matrices, 1,152 of the chapter's 1.8M parameters.
+        """
+        T = seq_len or self.config.seq_len
+        return 6 * self.num_params() + 12 * self.config.n_layer * T * self.config.d_model
+
+    def param_groups(self, weight_decay=WEIGHT_DECAY) -> list[dict]:
+        """The parameters for AdamW: matrices decay, gains do not."""
+        params = [p for p in self.parameters() if p.requires_grad]
+        return [{"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+                {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+
+    def adamw(self, lr, weight_decay=WEIGHT_DECAY, fused=True) -> torch.optim.AdamW:
+        """AdamW over param_groups. fused takes one pass over memory instead of several; it rounds as the plain one."""
+        return torch.optim.AdamW(self.param_groups(weight_decay), lr=lr, betas=ADAM_BETAS, fused=fused)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None) -> torch.Tensor:
+        """Continue idx (B, T) int64 by max_new_tokens sampled tokens: (B, T + max_new_tokens).
+
+        Temperature 0 takes the likeliest token, top_k samples among the k likeliest, generator (on the model's device)
+        makes it repeatable. The model sees at most its last seq_len tokens. Raises UserError for an empty prompt, a
+        negative temperature or a top_k below 1.
+        """
+        if not idx.numel() or temperature < 0 or (top_k is not None and top_k < 1):
+            raise UserError("generation takes a prompt of a token or more, a temperature of 0 or more and a top_k of 1 or more")
+        was_training = self.training
+        self.eval()
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.config.seq_len:])[:, -1].float()
+            if temperature == 0 or top_k == 1:
+                chosen = logits.argmax(dim=-1, keepdim=True)
+            else:
+                if top_k is not None and top_k < logits.shape[-1]:
+                    kth = logits.topk(top_k).values[:, -1:]
+                    logits = logits.masked_fill(logits < kth, -torch.inf)
+                logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature     # no overflow, however cold
+                chosen = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+            idx = torch.cat((idx, chosen), dim=1)
+        self.train(was_training)
+        return idx
