@@ -1,0 +1,219 @@
+"""Data parallelism: several processes, each with its own data, train the model that one process would.
+
+    torchrun --standalone --nproc-per-node 2 ddp_train.py
+    python ddp_train.py                                   the same: it starts two processes by itself
+
+It takes half a minute. Every rank trains on 8 sequences a step for 30 steps under DistributedDataParallel (gloo, or
+nccl where each process has a GPU); then rank 0 trains a plain model on all the ranks' sequences at once. The chapter
+finds their parameters equal to within 1e-4. Beside it: what is wasted when every rank reads the same data, and the
+gradient syncs that no_sync saves under accumulation.
+"""
+import contextlib
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")   # read once, at import; join_group says in one line what went wrong
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from budget import Parser, RUNS, command, cpu_count, machine, positive, save_results, written_whole
+from model import GPT, GPTConfig, UserError
+from prepare_data import add_data_flag, load_corpus, sample_batch
+
+PER_RANK, SEQ_LEN, STEPS, LEARNING_RATE = 8, 64, 30, 3e-3
+MICRO_BATCHES = 4                       # of the accumulation whose syncs are counted
+TOLERANCE = 1e-4
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DEFAULT_PROCESSES = 2
+
+
+def join_group(timeout):
+    """Join the process group that torchrun's variables describe; returns this process's device.
+
+    Raises UserError where the variables are incomplete, the port is taken or the others do not come.
+    """
+    missing = [name for name in RENDEZVOUS if not os.environ.get(name)]
+    if missing:
+        raise UserError(f"RANK is set but not {', '.join(missing)}; start with torchrun, which sets them all")
+    world, where = os.environ["WORLD_SIZE"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        on_gpus = torch.cuda.device_count() >= local_world
+        device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
+        if on_gpus:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(seconds=timeout))
+    except (ValueError, RuntimeError) as error:
+        if "address already in use" in str(error).lower():
+            raise UserError(f"{where}: port in use; choose another MASTER_PORT, or torchrun --standalone, which finds a free one") from None
+        raise UserError(f"{where}: no group of {world} processes within {timeout} s; are all of them started, with the same "
+                        f"address and port? ({str(error).splitlines()[0]})") from None
+    # torchrun sets OMP_NUM_THREADS=1; the cores are there to be shared out.
+    torch.set_num_threads(max(1, cpu_count() // local_world))
+    return device
+
+
+def first_on_rank_0(make):
+    """make() on rank 0, then on the others, who find what it left on disk."""
+    results = [make()] if dist.get_rank() == 0 else []
+    dist.barrier()
+    return results[0] if results else make()
+
+
+def batch(tokens, config, step, rank, device):
+    """The sequences of one rank at one step, a function of both and nothing else."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return tuple(t.to(device) for t in sample_batch(tokens, config.seq_len, PER_RANK, generator))
+
+
+def new_model(config, device, dtype=torch.float32):
+    """The same initial model, and its optimizer, at every call and on every rank."""
+    torch.manual_seed(0)
+    model = GPT(config).to(device, dtype)
+    return model, model.adamw(LEARNING_RATE)
+
+
+def train(model, optimizer, batches):
+    """One update for each (inputs, targets) of batches; returns the losses."""
+    losses = []
+    for x, y in batches:
+        loss = model(x, y)[1]
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()                 # under DDP the gradients are averaged over the ranks here, bucket by bucket
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def wrap(model, device):
+    return DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def train_ddp(tokens, config, device, data_rank, dtype=torch.float32):
+    """Train under DDP, this rank reading the data of data_rank; returns the plain model and the last loss, averaged
+    over the ranks."""
+    model, optimizer = new_model(config, device, dtype)
+    losses = train(wrap(model, device), optimizer, (batch(tokens, config, step, data_rank, device) for step in range(STEPS)))
+    loss = losses[-1]
+    dist.all_reduce(loss)
+    return model, loss.item() / dist.get_world_size()
+
+
+def train_single(tokens, config, device, data_ranks, dtype=torch.float32):
+    """The control: one process whose batch is the sequences of all data_ranks."""
+    model, optimizer = new_model(config, device, dtype)
+    batches = ([torch.cat(parts) for parts in zip(*(batch(tokens, config, step, r, device) for r in data_ranks))]
+               for step in range(STEPS))
+    train(model, optimizer, batches)
+    return model
+
+
+def count_syncs(tokens, config, device, no_sync):
+    """All-reduces of the whole gradient in STEPS updates of MICRO_BATCHES micro-batches each, and the gradient's bytes.
+
+    With no_sync every backward pass but an update's last one keeps its gradients to itself.
+    """
+    model, optimizer = new_model(config, device)
+    ddp = wrap(model, device)
+    counted = {"syncs": 0, "bytes": 0}
+
+    def count_and_reduce(group, bucket):
+        counted["syncs"] += bucket.is_last()
+        counted["bytes"] += bucket.buffer().nbytes
+        return allreduce_hook(group, bucket)
+
+    ddp.register_comm_hook(None, count_and_reduce)
+    x, y = batch(tokens, config, 0, dist.get_rank(), device)
+    for _ in range(STEPS):
+        for i, (xs, ys) in enumerate(zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES))):
+            quiet = no_sync and i < MICRO_BATCHES - 1
+            with ddp.no_sync() if quiet else contextlib.nullcontext():
+                (ddp(xs, ys)[1] / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return counted
+
+
+def max_difference(model, other):
+    return max((a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters()))
+
+
+def measure(corpus, device):
+    """What rank 0 prints and saves; every rank takes part."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tokens = corpus.train
+    config = GPTConfig(vocab_size=corpus.vocab_size, d_model=64, n_head=2, n_layer=2, seq_len=SEQ_LEN)
+    model, loss = train_ddp(tokens, config, device, data_rank=rank)
+    wasted, _ = train_ddp(tokens, config, device, data_rank=0)
+    exact, _ = train_ddp(tokens, config, device, data_rank=rank, dtype=torch.float64)
+    syncs = {name: count_syncs(tokens, config, device, no_sync) for name, no_sync in (("every", False), ("no_sync", True))}
+    if rank:
+        return None
+    results = {
+        "corpus": corpus.name, "world": world, "threads": torch.get_num_threads(), "steps": STEPS, "per_rank": PER_RANK,
+        "loss": loss, "max_diff": max_difference(model, train_single(tokens, config, device, range(world))),
+        "fp64_max_diff": max_difference(exact, train_single(tokens, config, device, range(world), torch.float64)),
+        "same_data_max_diff": max_difference(wasted, train_single(tokens, config, device, [0])),
+        "micro_batches": MICRO_BATCHES, "syncs": syncs["no_sync"]["syncs"], "syncs_without_no_sync": syncs["every"]["syncs"],
+        "bytes": syncs["no_sync"]["bytes"], "bytes_without_no_sync": syncs["every"]["bytes"]}
+    with written_whole(RUNS / "ddp_model.pt") as part:
+        torch.save(model.state_dict(), part)    # of the plain model: no "module." before its names
+    return results
+
+
+def print_results(r):
+    world, steps = r["world"], r["steps"]
+    print(f"{world} processes, {PER_RANK} sequences each a step: after {steps} steps the largest parameter difference from a "
+          f"single process ({PER_RANK * world} a step) is below 1e-4: {r['max_diff'] < TOLERANCE} ({r['max_diff']:.1e})")
+    print(f"the same in fp64: {r['fp64_max_diff']:.1e}; what is left is rounding: the sums are taken in another order, and Adam "
+          f"turns a gradient of nearly zero into a step of full size, whose sign the rounding decides")
+    print(f"loss of the last step, mean over ranks: {r['loss']:.3f}")
+    print(f"the same data on every rank: the largest difference from a single process with {PER_RANK} a step is "
+          f"{r['same_data_max_diff']:.1e}: {world} processes did the work of one, {(world - 1) / world:.0%} of it is wasted")
+    print(f"{MICRO_BATCHES} micro-batches a step: {r['syncs_without_no_sync']} gradient syncs in {steps} steps "
+          f"({r['bytes_without_no_sync'] / 1e6:.0f} MB a process); with no_sync until the last one: {r['syncs']} ({r['bytes'] / 1e6:.0f} MB)")
+    print(f"rank 0 wrote {RUNS / 'ddp_model.pt'}")
+
+
+def start_processes(argv, processes):
+    """Run this script under torchrun on this machine; returns its exit status."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    threads = max(1, cpu_count() // processes)
+    return subprocess.call([*launcher, __file__, *argv], env={"OMP_NUM_THREADS": str(threads), **os.environ})
+
+
+@command
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    parser = Parser(description=__doc__)
+    add_data_flag(parser)
+    parser.add_argument("--processes", type=positive(int), default=DEFAULT_PROCESSES, metavar="N",
+                        help=f"to start when run without torchrun (default: {DEFAULT_PROCESSES})")
+    parser.add_argument("--timeout", type=positive(int), default=120, metavar="S",
+                        help="seconds to wait for the other processes (default: 120)")
+    args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        load_corpus(args.data, SEQ_LEN)     # what is wrong with it is said once, here
+        raise SystemExit(start_processes(argv, args.processes))
+    device = join_group(args.timeout)
+    try:
+        corpus = first_on_rank_0(lambda: load_corpus(args.data, SEQ_LEN))
+        if dist.get_rank() == 0:
+            print(corpus)
+            print(f"{machine(device)}, {dist.get_world_size()} processes over {dist.get_backend()}")
+        results = measure(corpus, device)
+        if results:
+            print_results(results)
+            save_results("ddp_train", results)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
