@@ -374,14 +374,14 @@ def save_results(name, results):
     return path
 
 
-def add_model_flags(parser, **defaults):
-    """Flags for a model's size; a default of None leaves it to the script."""
+def add_model_flags(parser, default=GPTConfig()):
+    """Flags for a model's size, with the defaults of that configuration; None leaves them to the script."""
     group = parser.add_argument_group("the model's size")
     for field, text in (("d_model", "width"), ("n_layer", "blocks"), ("n_head", "attention heads"),
                         ("seq_len", "context in tokens")):
-        default = defaults.get(field)
-        group.add_argument(f"--{field.replace('_', '-')}", type=positive(int), default=default, metavar="N",
-                           help=text + (f" (default: {default})" if default else ""))
+        value = getattr(default, field, None)
+        group.add_argument(f"--{field.replace('_', '-')}", type=positive(int), default=value, metavar="N",
+                           help=f"{text} (default: {value})" if value else text)
 
 
 def config_from(args, **fixed):
@@ -394,7 +394,7 @@ def config_from(args, **fixed):
 def parse_args(argv):
     parser = Parser(description=__doc__)
     parser.add_argument("--params", type=count, metavar="N", help="parameters, e.g. 124M or 1.3e9 (default: the chapter's three models)")
-    add_model_flags(parser)
+    add_model_flags(parser, default=None)
     parser.add_argument("--vocab-size", type=positive(int), metavar="N", help=f"tokens in the vocabulary (default: {GPT2_VOCAB})")
     parser.add_argument("--micro-batch", type=positive(int), metavar="N", help="sequences a GPU holds at once (default: 8)")
     data = parser.add_mutually_exclusive_group()
