@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import urllib.error
 import urllib.request
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +98,9 @@ def add_data_flag(parser):
 def read_tokens(path):
     """The Corpus in a tokens.pt; load_corpus says what is refused."""
     try:
-        stored = torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")         # the unpickler's advice to programmers
+            stored = torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; make one with: python prepare_data.py FILE...") from None
     except OSError:

@@ -1,0 +1,109 @@
+"""ddp_train.py: several processes equal one, syncs are counted, and what goes wrong at the start is one line."""
+import json
+import os
+import socket
+import sys
+
+import pytest
+import torch
+
+from conftest import ROOT, assert_one_line, run_script, save_tokens
+from ddp_train import RENDEZVOUS, first_on_rank_0, main
+from model import GPT, GPTConfig
+
+GROUP = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def check(world):
+    r = json.load(open("runs/ddp_train.json"))
+    assert (r["world"], r["steps"]) == (world, 30)
+    assert r["fp64_max_diff"] < 1e-9                        # in exact arithmetic there would be no difference
+    assert r["syncs"] == 30 and r["syncs_without_no_sync"] == 30 * 4
+    assert r["bytes_without_no_sync"] == 4 * r["bytes"]
+    assert r["same_data_max_diff"] < 1e-2                   # the others added nothing (in fp32, Adam's signs aside)
+    return r
+
+
+def test_two_processes_equal_one():
+    save_tokens(vocab_size=512)
+    done = run_script("ddp_train.py")
+    assert done.returncode == 0, done.stderr
+    results = check(world=2)
+    assert results["max_diff"] < 1e-4
+    assert "2 processes, 8 sequences each a step" in done.stdout and "below 1e-4: True" in done.stdout
+    # One gradient is the model's size: the syncs carry all of it and nothing twice.
+    model = GPT(GPTConfig(vocab_size=512, d_model=64, n_head=2, n_layer=2, seq_len=64))
+    assert results["bytes"] == 30 * 4 * model.num_params()
+    state = torch.load("runs/ddp_model.pt", weights_only=True)
+    model.load_state_dict(state)                            # strictly: no prefix, nothing missing
+    assert done.stdout.count("mean over ranks") == 1        # printed by one rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_any_number_of_processes(world):
+    save_tokens(vocab_size=512)
+    done = run_script("ddp_train.py", "--processes", world)
+    assert done.returncode == 0, done.stderr
+    check(world)
+
+
+@pytest.mark.parametrize("left_out", RENDEZVOUS[1:])
+def test_missing_rendezvous_variables(left_out, monkeypatch, refused):
+    save_tokens()
+    for name, value in {**GROUP, "MASTER_PORT": "29400"}.items():
+        if name != left_out:
+            monkeypatch.setenv(name, value)
+    refused(main, words=(left_out, "torchrun"))
+
+
+def test_a_port_in_use():
+    save_tokens()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run_script("ddp_train.py", env={**GROUP, "MASTER_PORT": str(taken.getsockname()[1])})
+    assert_one_line(done, "port in use", taken.getsockname()[1] if taken.fileno() >= 0 else "")
+
+
+def test_processes_that_do_not_come():
+    save_tokens()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = run_script("ddp_train.py", "--timeout", 2, env={**GROUP, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
+    assert_one_line(done, "are all of them started")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_variables_that_are_no_numbers(name):
+    save_tokens()
+    assert_one_line(run_script("ddp_train.py", "--timeout", 2, env={**GROUP, "MASTER_PORT": "29400", name: "many"}))
+
+
+@pytest.mark.parametrize("argv, words", [(["--processes", "0"], "--processes"), (["--data", "no.pt"], "no such file")])
+def test_refusals_come_before_any_process_starts(argv, words, refused, monkeypatch):
+    monkeypatch.setattr("ddp_train.start_processes", lambda *args: pytest.fail("started"))
+    refused(main, *argv, words=(words,))
+
+
+def test_rank_0_makes_what_the_others_find(monkeypatch):
+    calls = []
+    for rank in (0, 1):
+        monkeypatch.setattr("ddp_train.dist.get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("ddp_train.dist.barrier", lambda: calls.append("barrier"))
+        assert first_on_rank_0(lambda rank=rank: calls.append(rank) or "corpus") == "corpus"
+    assert calls == [0, "barrier", "barrier", 1]
+
+
+@pytest.mark.slow
+def test_the_chapters_line_under_torchrun(novel):
+    import subprocess
+
+    import prepare_data
+    prepare_data.main([str(novel)])
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                           str(ROOT / "ddp_train.py")], capture_output=True, text=True, timeout=300, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "after 30 steps the largest parameter difference from a single process (16 a step) is below 1e-4: True" in done.stdout
+    assert check(world=2)["max_diff"] < 1e-4
