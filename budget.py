@@ -9,25 +9,26 @@ It takes two seconds and trains nothing. The chapter finds 1.3 hours for a GPT-2
 
 This is also the one place with hardware facts: the table of GPUs, and how a script here meets its machine.
 """
-import argparse
 import contextlib
 import ctypes
-import functools
 import json
-import math
 import os
 import platform
-import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
-import torch
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")   # read once, at import: join_group says in one line what went wrong
 
-from model import GPT, GPTConfig, UserError
+import torch
+import torch.distributed as dist
+
+from model import GPT, GPTConfig, Parser, UserError, add_model_flags, command, positive
 
 TERA, GIGA = 1e12, 1e9
 SECONDS_PER_HOUR = 3600
 RUNS = Path("runs")
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 CHAPTER_MFU = 0.4
 TOKENS_PER_PARAM = 20                   # Hoffmann and others 2022, arXiv:2203.15556, as the chapter rounds it
@@ -242,7 +243,7 @@ def cost_text(run, hours, watts, price):
     return text + (f", cost {gpu_hours * price:,.2f} at {price:g} a GPU-hour" if price else "")
 
 
-# --- how a script meets its machine: threads and memory, flags, one-line errors, whole files ------------------------
+# --- how a script meets its machine: threads and memory ------------------------
 
 def pick_device(name):
     """The torch.device of a --device flag; UserError where this machine has none such."""
@@ -301,55 +302,49 @@ def keep_memory():
     return bool(kept and mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1))
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with the script's docstring as its help; a wrong flag is one line and exit status 2."""
+# --- several processes ----------------------------------------------------------------------------------------------
 
-    def __init__(self, **kwargs):
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **kwargs)
+def join_group(device_type, timeout=600):
+    """Join the process group that torchrun's variables describe, or be a group of one; returns this process's device.
 
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
+    Raises UserError where the variables are incomplete, the port is taken, a process has no GPU of its own or the
+    others do not come within timeout seconds.
+    """
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+    missing = [name for name in RENDEZVOUS if not os.environ.get(name)]
+    if missing:
+        raise UserError(f"RANK is set but not {', '.join(missing)}; start with torchrun, which sets them all")
+    world, where = os.environ["WORLD_SIZE"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if device_type == "cuda" and torch.cuda.device_count() < local_world:
+            raise UserError(f"{local_world} processes for {torch.cuda.device_count()} GPUs; start one process a GPU")
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except UserError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        if "address already in use" in str(error).lower():
+            raise UserError(f"{where}: port in use; choose another MASTER_PORT, or torchrun --standalone, which finds a free one") from None
+        raise UserError(f"{where}: no group of {world} processes within {timeout} s; are all of them started, with the same "
+                        f"address and port? ({str(error).splitlines()[0]})") from None
+    torch.set_num_threads(max(1, cpu_count() // local_world))       # torchrun sets OMP_NUM_THREADS=1 and wastes the rest
+    if device_type == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
-def positive(kind):
-    """An argparse type: a number of that kind (int or float) above zero and finite."""
-    def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
-        return value
-    return parse
+def first_on_rank_0(make):
+    """make() on rank 0, then on the others, who find what it left on disk."""
+    results = [make()] if dist.get_rank() == 0 else []
+    dist.barrier()
+    return results[0] if results else make()
 
 
-def command(main):
-    """Decorate a script's main(argv=None): what a person can put right ends it with one line and exit status 2."""
-    @functools.wraps(main)
-    def wrapped(argv=None):
-        def stop(reason, status=2):
-            print(f"{Path(sys.argv[0]).name}: {' '.join(str(reason).split())}", file=sys.stderr)
-            raise SystemExit(status)
-
-        try:
-            return main(argv)
-        except UserError as error:
-            stop(error)
-        except BrokenPipeError:         # `| head` has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(1)
-        except OSError as error:
-            stop(f"{error.filename or 'file system'}: {error.strerror or error}")
-        except KeyboardInterrupt:
-            stop("interrupted", 130)
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "allocate memory" not in str(error) and "out of memory" not in str(error):
-                raise
-            stop("out of memory; take a smaller batch, context or model")
-    return wrapped
-
+# --- files ----------------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def written_whole(path):
@@ -374,19 +369,23 @@ def save_results(name, results):
     return path
 
 
-def add_model_flags(parser, default=GPTConfig()):
-    """Flags for a model's size, with the defaults of that configuration; None leaves them to the script."""
-    group = parser.add_argument_group("the model's size")
-    for field, text in (("d_model", "width"), ("n_layer", "blocks"), ("n_head", "attention heads"),
-                        ("seq_len", "context in tokens")):
-        value = getattr(default, field, None)
-        group.add_argument(f"--{field.replace('_', '-')}", type=positive(int), default=value, metavar="N",
-                           help=f"{text} (default: {value})" if value else text)
+@contextlib.contextmanager
+def plot(path, **labels):
+    """Yield axes to draw on, labelled as axes.set takes it; the picture is written to path as PNG."""
+    import matplotlib
+    matplotlib.use("Agg")               # draws without a display
+    import matplotlib.pyplot as plt
 
-
-def config_from(args, **fixed):
-    """The GPTConfig that add_model_flags' flags describe."""
-    return GPTConfig(**{name: getattr(args, name) for name in ("d_model", "n_layer", "n_head", "seq_len")}, **fixed)
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    try:
+        axes.set(**labels)
+        yield axes
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        with written_whole(path) as part:
+            figure.savefig(part, format="png", dpi=120)
+    finally:
+        plt.close(figure)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -12,58 +12,20 @@ import contextlib
 import os
 import subprocess
 import sys
-from datetime import timedelta
-
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")   # read once, at import; join_group says in one line what went wrong
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from budget import Parser, RUNS, command, cpu_count, machine, positive, save_results, written_whole
-from model import GPT, GPTConfig, UserError
+from budget import RUNS, cpu_count, first_on_rank_0, join_group, machine, save_results, written_whole
+from model import GPT, GPTConfig, Parser, command, positive
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 PER_RANK, SEQ_LEN, STEPS, LEARNING_RATE = 8, 64, 30, 3e-3
 MICRO_BATCHES = 4                       # of the accumulation whose syncs are counted
 TOLERANCE = 1e-4
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEFAULT_PROCESSES = 2
-
-
-def join_group(timeout):
-    """Join the process group that torchrun's variables describe; returns this process's device.
-
-    Raises UserError where the variables are incomplete, the port is taken or the others do not come.
-    """
-    missing = [name for name in RENDEZVOUS if not os.environ.get(name)]
-    if missing:
-        raise UserError(f"RANK is set but not {', '.join(missing)}; start with torchrun, which sets them all")
-    world, where = os.environ["WORLD_SIZE"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    try:
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        on_gpus = torch.cuda.device_count() >= local_world
-        device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
-        if on_gpus:
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(seconds=timeout))
-    except (ValueError, RuntimeError) as error:
-        if "address already in use" in str(error).lower():
-            raise UserError(f"{where}: port in use; choose another MASTER_PORT, or torchrun --standalone, which finds a free one") from None
-        raise UserError(f"{where}: no group of {world} processes within {timeout} s; are all of them started, with the same "
-                        f"address and port? ({str(error).splitlines()[0]})") from None
-    # torchrun sets OMP_NUM_THREADS=1; the cores are there to be shared out.
-    torch.set_num_threads(max(1, cpu_count() // local_world))
-    return device
-
-
-def first_on_rank_0(make):
-    """make() on rank 0, then on the others, who find what it left on disk."""
-    results = [make()] if dist.get_rank() == 0 else []
-    dist.barrier()
-    return results[0] if results else make()
 
 
 def batch(tokens, config, step, rank, device):
@@ -201,7 +163,8 @@ def main(argv=None):
     if "RANK" not in os.environ:
         load_corpus(args.data, SEQ_LEN)     # what is wrong with it is said once, here
         raise SystemExit(start_processes(argv, args.processes))
-    device = join_group(args.timeout)
+    enough_gpus = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
+    device = join_group("cuda" if enough_gpus else "cpu", args.timeout)
     try:
         corpus = first_on_rank_0(lambda: load_corpus(args.data, SEQ_LEN))
         if dist.get_rank() == 0:

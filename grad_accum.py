@@ -14,8 +14,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from budget import Parser, command, keep_memory, machine, positive, save_results
-from model import GPT, GPTConfig, UserError
+from budget import keep_memory, machine, save_results
+from model import GPT, GPTConfig, Parser, UserError, command, positive
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 SEQUENCES, PARTS = 32, (2, 4, 8)

@@ -9,7 +9,13 @@ the output matrix tied to the embedding. The defaults are the chapter's model, 1
 
 Shapes below: B sequences, T positions, C = d_model, H heads of size C / H, V = vocab_size.
 """
+import argparse
+import functools
+import math
+import os
+import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -214,3 +220,70 @@ class GPT(nn.Module):
             idx = torch.cat((idx, chosen), dim=1)
         self.train(was_training)
         return idx
+
+
+# --- what the scripts' command lines share: refusals of one line, and flags for a model's size ----------------------
+
+class Parser(argparse.ArgumentParser):
+    """argparse with the script's docstring as its help; a wrong flag is one line and exit status 2."""
+
+    def __init__(self, **kwargs):
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def positive(kind):
+    """An argparse type: a number of that kind (int or float) above zero and finite."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
+        return value
+    return parse
+
+
+def command(main):
+    """Decorate a script's main(argv=None): what a person can put right ends it with one line and exit status 2."""
+    @functools.wraps(main)
+    def wrapped(argv=None):
+        def stop(reason, status=2):
+            print(f"{Path(sys.argv[0]).name}: {' '.join(str(reason).split())}", file=sys.stderr)
+            raise SystemExit(status)
+
+        try:
+            return main(argv)
+        except UserError as error:
+            stop(error)
+        except BrokenPipeError:         # `| head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1)
+        except OSError as error:
+            stop(f"{error.filename or 'file system'}: {error.strerror or error}")
+        except KeyboardInterrupt:
+            stop("interrupted", 130)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate memory" not in str(error) and "out of memory" not in str(error):
+                raise
+            stop("out of memory; take a smaller batch, context or model")
+    return wrapped
+
+
+def add_model_flags(parser, default=GPTConfig()):
+    """Flags for a model's size, with the defaults of that configuration; None leaves them to the script."""
+    group = parser.add_argument_group("the model's size")
+    for field, text in (("d_model", "width"), ("n_layer", "blocks"), ("n_head", "attention heads"),
+                        ("seq_len", "context in tokens")):
+        value = getattr(default, field, None)
+        group.add_argument(f"--{field.replace('_', '-')}", type=positive(int), default=value, metavar="N",
+                           help=f"{text} (default: {value})" if value else text)
+
+
+def config_from(args, **fixed):
+    """The GPTConfig that add_model_flags' flags describe."""
+    return GPTConfig(**{name: getattr(args, name) for name in ("d_model", "n_layer", "n_head", "seq_len")}, **fixed)

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from budget import Parser, command, positive, written_whole
-from model import GPTConfig, UserError
+from budget import written_whole
+from model import GPTConfig, Parser, UserError, command, positive
 
 HERE = Path(".")
 TOKENS = Path("tokens.pt")

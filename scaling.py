@@ -13,8 +13,8 @@ import sys
 import torch
 from tqdm import tqdm
 
-from budget import RUNS, Parser, command, keep_memory, machine, pick_device, positive, save_results, written_whole
-from model import GPT, GPTConfig, UserError
+from budget import RUNS, keep_memory, machine, pick_device, plot, save_results
+from model import GPT, GPTConfig, Parser, UserError, command, positive
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 SIZES = ((64, 2), (96, 3), (128, 4), (192, 4))          # d_model, n_layer
@@ -78,18 +78,9 @@ def bits_per_byte(corpus, nats):
 
 def plot_curves(rows, label, title, path):
     """Validation loss against steps, one line a row; label(row) names it."""
-    import matplotlib
-    matplotlib.use("Agg")               # draws without a display
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    for row in rows:
-        axes.plot(row["steps"], row["val_loss"], "o-", label=label(row))
-    axes.set(xlabel="steps", ylabel="validation loss (nats a token)", title=title)
-    axes.legend()
-    with written_whole(path) as part:
-        figure.savefig(part, format="png", dpi=120)
-    plt.close(figure)
+    with plot(path, xlabel="steps", ylabel="validation loss (nats a token)", title=title) as axes:
+        for row in rows:
+            axes.plot(row["steps"], row["val_loss"], "o-", label=label(row))
     print(f"curves: {path}")
 
 

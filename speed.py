@@ -13,9 +13,8 @@ import time
 
 import torch
 
-from budget import (RUNS, TERA, Parser, add_model_flags, command, config_from, device_name, find_gpu, machine,
-                    pick_device, positive, save_results, synchronize, written_whole)
-from model import GPT
+from budget import RUNS, TERA, device_name, find_gpu, machine, pick_device, save_results, synchronize, written_whole
+from model import GPT, Parser, add_model_flags, command, config_from, positive
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 WARMUP_STEPS = 3                        # the first steps allocate, and compile

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import budget
-from budget import (CHAPTER_RUNS, GPUS, Run, add_model_flags, command, config_from, count, find_gpu, keep_memory, main,
-                    pick_device, positive, save_results, size_text, written_whole)
+from budget import (CHAPTER_RUNS, GPUS, Run, count, find_gpu, keep_memory, main, pick_device, save_results, size_text,
+                    written_whole)
 from conftest import assert_one_line, run_script
-from model import UserError
+from model import Parser, UserError, add_model_flags, command, config_from, positive
 
 H100 = find_gpu("h100")
 
@@ -177,7 +177,7 @@ def test_keeping_memory_is_asked_for_where_it_can_be():
 
 
 def test_model_flags_make_a_configuration():
-    parser = budget.Parser()
+    parser = Parser()
     add_model_flags(parser)
     config = config_from(parser.parse_args(["--d-model", "64", "--n-head", "2"]), vocab_size=99)
     assert (config.d_model, config.n_head, config.n_layer, config.vocab_size) == (64, 2, 4, 99)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from conftest import ROOT, assert_one_line, run_script, save_tokens
-from ddp_train import RENDEZVOUS, first_on_rank_0, main
+from budget import RENDEZVOUS, first_on_rank_0
+from ddp_train import main
 from model import GPT, GPTConfig
 
 GROUP = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -90,8 +91,8 @@ def test_refusals_come_before_any_process_starts(argv, words, refused, monkeypat
 def test_rank_0_makes_what_the_others_find(monkeypatch):
     calls = []
     for rank in (0, 1):
-        monkeypatch.setattr("ddp_train.dist.get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr("ddp_train.dist.barrier", lambda: calls.append("barrier"))
+        monkeypatch.setattr("budget.dist.get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("budget.dist.barrier", lambda: calls.append("barrier"))
         assert first_on_rank_0(lambda rank=rank: calls.append(rank) or "corpus") == "corpus"
     assert calls == [0, "barrier", "barrier", 1]
 
