@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 INIT_STD = 0.02
 NORM_EPS = torch.finfo(torch.float32).eps
@@ -125,6 +126,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.recompute = False          # keep only each block's input and compute it again in the backward pass
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.d_model, eps=NORM_EPS)
@@ -162,7 +164,10 @@ class GPT(nn.Module):
         x = self.embedding(idx)
         cos, sin = self.cos[:T], self.sin[:T]
         for block in self.blocks:
-            x = block(x, cos, sin)
+            if self.recompute and self.training:
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
         logits = self.head(self.norm(x))
         if targets is None:
             return logits

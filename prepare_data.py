@@ -17,6 +17,7 @@ import sysconfig
 import urllib.error
 import urllib.request
 import warnings
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def read_tokens(path):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")         # the unpickler's advice to programmers
-            stored = torch.load(path, weights_only=True, map_location="cpu")
+            mapped = zipfile.is_zipfile(path)       # read from the disk as needed, not copied whole into memory
+            stored = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; make one with: python prepare_data.py FILE...") from None
     except OSError:
@@ -151,6 +153,21 @@ def sample_batch(tokens, seq_len, batch_size, generator):
     starts = torch.randint(0, len(tokens) - seq_len - 1, (batch_size,), generator=generator)
     windows = tokens[starts[:, None] + torch.arange(seq_len + 1)].long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def load_tokenizer(data=TOKENS):
+    """The tokenizer.json beside a token file. Raises UserError where there is none."""
+    path = Path(data).with_name("tokenizer.json")
+    if not path.exists():
+        raise UserError(f"{path}: no tokenizer beside the tokens")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:          # the library raises plain Exception for what it cannot read
+        raise UserError(f"{path}: not a tokenizer ({error})") from None
+    tokenizer.encode_special_tokens = True
+    if tokenizer.decoder is None:       # characters, as the chapter's earlier scripts save it: joined without spaces
+        tokenizer.decoder = decoders.Fuse()
+    return tokenizer
 
 
 # --- text to documents ----------------------------------------------------------------------------------------------

@@ -1,0 +1,632 @@
+"""Train a GPT, from one CPU core to many GPUs.
+
+    python train_gpu.py                                               one GPU: the chapter's 29M model, 2000 steps
+    torchrun --standalone --nproc-per-node 8 train_gpu.py             the same run on eight
+    torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 8 train_gpu.py      on two nodes (1 on the other)
+    torchrun --standalone --nproc-per-node 8 --max-restarts 3 train_gpu.py --resume           and through interruptions
+    python train_gpu.py --device cpu --d-model 64 --n-layer 2 --n-head 2 --seq-len 64 --steps 100     to try it, a minute
+
+The chapter reads this script; here it runs. bf16 over fp32 weights (fp32 throughout on a CPU), torch.compile, fused
+AdamW, DDP or FSDP. The global batch and the data of every step are fixed, whatever the number of processes: the same
+command trains the same model on 1, 2 or 8 of them. Checkpoints, the log and the curve go to the run's directory.
+"""
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from budget import (GIGA, RUNS, Run, device_name, find_gpu, first_on_rank_0, join_group, keep_memory, machine, pick_device,
+                    plot, save_results, size_text, synchronize, written_whole)
+from model import GPT, GPTConfig, Parser, UserError, add_model_flags, command, config_from, positive
+from prepare_data import add_data_flag, load_corpus, load_tokenizer
+
+LARGEST_MICRO_BATCH = 32                # the chapter's, where the global batch and the processes allow it
+LOG_EVERY = 50
+KEEP_CHECKPOINTS = 2
+EVAL_WINDOWS, EVAL_BATCH = 128, 8
+FETCHED_AHEAD = 2                       # micro-batches
+SAMPLE_TOKENS = 100
+SCHEDULES = ("cosine", "wsd", "constant")
+
+
+# --- the learning rate ----------------------------------------------------------------------------------------------
+
+def learning_rate(step, steps, peak, warmup, schedule="cosine", decay=0.2):
+    """The rate of a step, counted from 0, of a run of so many steps: a linear warm-up times the schedule.
+
+    cosine: from peak to a tenth of it, as the chapter has it; wsd: constant, then linear to zero over the last share
+    decay of the steps, as the report has it; constant: peak.
+    """
+    if schedule == "cosine":
+        shape = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps))
+    elif schedule == "wsd":
+        shape = min(1.0, (steps - step) / (decay * steps))
+    else:
+        shape = 1.0
+    return peak * min(1.0, (step + 1) / warmup) * shape
+
+
+# --- the batch and its data -----------------------------------------------------------------------------------------
+
+def micro_batch_size(global_batch, world, wanted=None):
+    """Sequences a process computes at once: wanted, or the largest up to the chapter's 32 that divides its share.
+
+    Raises UserError, naming the nearest global batches that do, where the global batch cannot be shared out.
+    """
+    size = wanted or next((m for m in range(LARGEST_MICRO_BATCH, 0, -1) if global_batch % (m * world) == 0), 1)
+    at_once = size * world
+    if global_batch % at_once:
+        below = global_batch // at_once * at_once
+        nearest = f"{below} or {below + at_once}" if below else str(at_once)
+        raise UserError(f"--global-batch {global_batch} does not divide into micro-batches of {size} on {world} processes "
+                        f"({at_once} sequences at once); the nearest that does: {nearest}")
+    return size
+
+
+def window_starts(n_tokens, seq_len, global_batch, seed, step):
+    """Where the windows of a step begin: (global_batch,) int64, a function of seed and step and nothing else.
+
+    Micro-batch i of the step is the i-th slice, whoever computes it; every position is equally likely.
+    """
+    return np.random.default_rng((seed, step)).integers(0, n_tokens - seq_len, global_batch)
+
+
+def windows_at(tokens, starts, seq_len):
+    """The windows of a 1-D tensor of tokens that begin at starts: inputs and targets, each (len(starts), seq_len) int64."""
+    windows = tokens[torch.as_tensor(starts)[:, None] + torch.arange(seq_len + 1)].long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+class Loader:
+    """This rank's micro-batches from a step on, in order, each fetched by a thread while others are computed.
+
+    Rank r of W takes micro-batches r, r + W, ... of each step. waited is how long the trainer stood waiting, in seconds.
+    """
+
+    def __init__(self, tokens, config, global_batch, micro_batch, seed, device, first_step, rank, world):
+        def fetch(step, index):
+            starts = window_starts(len(tokens), config.seq_len, global_batch, seed, step)
+            batch = windows_at(tokens, starts[index * micro_batch:(index + 1) * micro_batch], config.seq_len)
+            return tuple(t.pin_memory() for t in batch) if device.type == "cuda" else batch
+
+        keys = ((step, index) for step in itertools.count(first_step) for index in range(rank, global_batch // micro_batch, world))
+        self.device, self.waited = device, 0.0
+        self.pool = ThreadPoolExecutor(max_workers=1)
+        self.submit = lambda: self.pending.append(self.pool.submit(fetch, *next(keys)))
+        self.pending = deque()
+        for _ in range(FETCHED_AHEAD):
+            self.submit()
+
+    def next(self):
+        start = time.perf_counter()
+        batch = self.pending.popleft().result()
+        self.waited += time.perf_counter() - start
+        self.submit()
+        return tuple(t.to(self.device, non_blocking=True) for t in batch)
+
+    def close(self):
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def data_identity(corpus):
+    """A name and a fingerprint of a corpus: the lengths of its parts and a sample of their tokens."""
+    digest = hashlib.sha256()
+    for part in (corpus.train, corpus.val):
+        sample = part[::max(1, len(part) // 100_000)]
+        digest.update(f"{len(part)} {sample.tolist()}".encode())
+    return f"{corpus.name}, {digest.hexdigest()[:16]}"
+
+
+# --- the model on its devices ---------------------------------------------------------------------------------------
+
+class Parallel:
+    """A GPT as its processes train it together: forward(x, y), and a context for each micro-batch's pass.
+
+    model is the plain module (its parameters sharded with fsdp), without the wrappers' prefixes in its names.
+    """
+
+    def __init__(self, model, strategy, device, compiled):
+        self.model, self.strategy, self.device = model, strategy, device
+        if strategy == "fsdp":
+            half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
+            for block in model.blocks:
+                if compiled:
+                    block.compile()
+                fully_shard(block, mp_policy=half)
+            fully_shard(model, mp_policy=half)
+        elif compiled:
+            model.compile()             # in place: evaluation and names stay the plain module's
+        self.forward = model
+        if strategy == "ddp" and dist.get_world_size() > 1:
+            self.forward = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+    def micro_batch(self, last):
+        """Gradients are reduced over the ranks in the last micro-batch of a step only."""
+        stack = contextlib.ExitStack()
+        if self.strategy == "fsdp":
+            self.model.set_requires_gradient_sync(last)
+        elif self.forward is not self.model and not last:
+            stack.enter_context(self.forward.no_sync())
+        return stack
+
+    def precision(self):
+        """bf16 autocast over fp32 weights on a GPU; under fsdp its own policy does that. fp32 on a CPU."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda" and self.strategy == "ddp")
+
+    def clip(self, limit):
+        """Scale the gradient to a norm of at most limit; returns the norm it had, over all parameters and ranks."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def accumulate(parallel, loader, micro_batches):
+    """Forward and backward of this rank's micro-batches of a step; returns their mean loss, not yet over the ranks."""
+    total = torch.zeros((), device=parallel.device)
+    for i in range(micro_batches):
+        x, y = loader.next()
+        with parallel.micro_batch(last=i == micro_batches - 1):
+            with parallel.precision():
+                loss = parallel.forward(x, y)[1] / micro_batches
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+@torch.no_grad()
+def evaluate(parallel, tokens, seq_len):
+    """Mean loss over fixed windows of tokens in nats a token, the same for any number of ranks.
+
+    Windows are spread evenly and computed in fixed groups, which the ranks share out; the uncompiled module does it.
+    """
+    model, rank, world = parallel.model, dist.get_rank(), dist.get_world_size()
+    n = max(1, min(EVAL_WINDOWS, (len(tokens) - 1) // seq_len))
+    groups = np.array_split(np.linspace(0, len(tokens) - seq_len - 1, n).astype(np.int64), math.ceil(n / EVAL_BATCH))
+    sums = torch.zeros(len(groups), dtype=torch.float64, device=parallel.device)
+    model.eval()
+    with torch.compiler.set_stance("force_eager"), parallel.precision():
+        for i in range(0, len(groups), world):
+            mine = i + rank
+            # Past the end a rank computes the last group once more, for under fsdp all have to take part; it is not counted.
+            group = groups[min(mine, len(groups) - 1)]
+            x, y = (t.to(parallel.device) for t in windows_at(tokens, group, seq_len))
+            loss = model(x, y)[1]
+            if mine < len(groups):
+                sums[mine] = loss.double() * len(group)
+    model.train()
+    dist.all_reduce(sums)
+    return sums.sum().item() / n
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+class Checkpoints:
+    """The checkpoints of one run: step-0000500.pt with ddp, a directory step-0000500 with fsdp.
+
+    Each is written under another name beside the last one and renamed when it is whole; the newest two are kept.
+    """
+
+    def __init__(self, directory, parallel, optimizer, identity):
+        self.directory, self.parallel, self.optimizer, self.identity = directory, parallel, optimizer, identity
+        self.suffix = "" if parallel.strategy == "fsdp" else ".pt"
+
+    def clean(self):
+        """Remove what an interrupted save left."""
+        for part in self.directory.glob("step-*.part"):
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+    def save(self, step):
+        """Write the state after so many steps; every rank takes part, and all raise UserError where one cannot write."""
+        path = self.directory / f"step-{step:07d}{self.suffix}"
+        about = {"step": step, "config": asdict(self.parallel.model.config), "identity": self.identity}
+        if self.parallel.strategy == "fsdp":
+            self.save_sharded(path, about)
+        else:
+            on_rank_0(lambda: self.save_single(path, about))
+        on_rank_0(self.prune)
+
+    def save_single(self, path, about):
+        state = {"model": self.parallel.model.state_dict(), "optimizer": self.optimizer.state_dict(), **about}
+        with written_whole(path) as part:
+            torch.save(state, part)
+
+    def save_sharded(self, path, about):
+        part = path.with_name(path.name + ".part")
+        on_rank_0(lambda: part.mkdir(parents=True))
+        model, optimizer = get_state_dict(self.parallel.model, self.optimizer)
+        failure = None
+        try:
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=part)
+        except Exception as error:      # dcp collects the ranks' errors into one of its own
+            failure = str(error)
+        on_rank_0(lambda: self.finish_sharded(path, part, about, failure))
+
+    def finish_sharded(self, path, part, about, failure):
+        if failure:
+            shutil.rmtree(part, ignore_errors=True)
+            raise OSError(failure)
+        (part / "about.json").write_text(json.dumps(about))
+        os.rename(part, path)
+
+    def prune(self):
+        for old in self.newest_first()[KEEP_CHECKPOINTS:]:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+    def newest_first(self):
+        return sorted((p for p in self.directory.glob("step-*") if p.suffix in ("", ".pt")), reverse=True)
+
+    def check(self, path, about):
+        """Raise UserError, naming it, where a checkpoint is of another model, other data or another batch."""
+        theirs = {**about["config"], **about["identity"]}
+        ours = {**asdict(self.parallel.model.config), **self.identity}
+        for what, value in ours.items():
+            if theirs.get(what) != value:
+                raise UserError(f"{path}: its {what} is {theirs.get(what)}, this run's is {value}; resume with the same, or "
+                                f"start another run with --out DIR")
+
+    def load(self, path):
+        """Put a checkpoint's state into the model and the optimizer; returns the steps it has behind it."""
+        if path.is_dir():
+            about = json.loads((path / "about.json").read_text())
+            self.check(path, about)
+            model, optimizer = get_state_dict(self.parallel.model, self.optimizer)
+            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+            set_state_dict(self.parallel.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+            return about["step"]
+        stored = torch.load(path, weights_only=True, map_location="cpu")
+        self.check(path, stored)
+        self.parallel.model.load_state_dict(stored["model"])
+        self.optimizer.load_state_dict(stored["optimizer"])
+        return stored["step"]
+
+    def resume(self, wanted=None):
+        """Load the wanted checkpoint, or the newest whole one; returns its step, 0 where there is none yet."""
+        for path in [wanted] if wanted else self.newest_first():
+            if (path.suffix == ".pt") != (self.parallel.strategy == "ddp"):
+                raise UserError(f"{path}: saved with --strategy {'ddp' if path.suffix == '.pt' else 'fsdp'}; resume with the same")
+            try:
+                step = self.load(path)
+                say(f"resumed from {path}")
+                return step
+            except UserError:
+                raise
+            except FileNotFoundError:
+                raise UserError(f"{path}: no such checkpoint") from None
+            except Exception as error:      # a stranger's bytes or a damaged disk: the unpickler may raise anything
+                if wanted:
+                    raise UserError(f"{path}: not a whole checkpoint ({type(error).__name__})") from None
+                say(f"{path} is not whole ({type(error).__name__}): trying the one before")
+        say(f"no checkpoint in {self.directory} yet: starting from the beginning")
+        return 0
+
+
+def on_rank_0(act):
+    """act() on rank 0 alone. What goes wrong there is raised on every rank, so that none is left waiting."""
+    failure = [None]
+    if dist.get_rank() == 0:
+        try:
+            act()
+        except (OSError, RuntimeError) as error:        # torch.save reports a full disk as a RuntimeError
+            failure = [f"{getattr(error, 'filename', None) or ''} cannot be written: {getattr(error, 'strerror', None) or error}".strip()]
+    dist.broadcast_object_list(failure)
+    if failure[0]:
+        raise UserError(f"{failure[0]}; is the disk full or read-only? the last whole checkpoint is untouched")
+
+
+# --- telling --------------------------------------------------------------------------------------------------------
+
+def say(text):
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def peak_memory_gb(device):
+    """The most memory this process has held: allocated on its GPU, or resident in RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIGA
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIGA
+
+
+class Log:
+    """One JSON line a record in log.jsonl, on rank 0; what a resumed run will compute again is dropped from it."""
+
+    def __init__(self, path, resumed_at):
+        self.file = None
+        if dist.get_rank() == 0:
+            records = [r for r in read_log(path) if r["step"] <= resumed_at]
+            with written_whole(path) as part:
+                part.write_text("".join(json.dumps(r) + "\n" for r in records))
+            self.file = open(path, "a")
+
+    def write(self, **record):
+        if self.file:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+
+def read_log(path):
+    """The records of a log; a line that was cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+@dataclass
+class Progress:
+    """What happened since the last printed line: losses of all steps, and time and tokens of those that count."""
+
+    tokens_a_step: int
+    flops_per_token: int
+    peak: float | None                  # FLOP/s of all devices together
+    device: torch.device
+
+    def __post_init__(self):
+        self.losses, self.seconds, self.waited, self.timed = [], 0.0, 0.0, 0
+
+    def add(self, loss, seconds, waited, counts):
+        """A step's mean loss, its seconds and those it waited for data; one that compiled does not count."""
+        self.losses.append(loss)
+        if counts:
+            self.seconds, self.waited, self.timed = self.seconds + seconds, self.waited + waited, self.timed + 1
+
+    def rate(self):
+        return self.timed * self.tokens_a_step / self.seconds if self.seconds else None
+
+    def rate_text(self):
+        rate = self.rate()
+        mfu = f"{rate * self.flops_per_token / self.peak:.0%}" if rate and self.peak else "n/a"
+        return f"{f'{rate:,.0f}' if rate else 'n/a'} tokens/s  MFU {mfu}  memory {peak_memory_gb(self.device):.2f} GB"
+
+    def line(self, step, lr, grad_norm):
+        wait = f"{self.waited / self.seconds:.1%}" if self.seconds else "n/a"
+        return (f"step {step:5d}  loss {sum(self.losses) / len(self.losses):.3f}  lr {lr:.2e}  grad_norm {grad_norm:.2f}  "
+                f"{self.rate_text()}  data wait {wait}")
+
+
+def plan_text(args, model, corpus, forecast, peak, world):
+    """What will run, and budget.py's forecast of it."""
+    tokens_a_step = args.global_batch * model.config.seq_len
+    total = args.steps * tokens_a_step
+    hours = f"{forecast.hours(peak / world):.2f} hours at 40% MFU" if peak else "time n/a (no peak known for this device)"
+    return "\n".join((
+        f"model: {model.num_params():,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token",
+        f"batch: {tokens_a_step:,} tokens a step = {args.global_batch} sequences of {model.config.seq_len}: micro-batch {args.micro_batch} "
+        f"x {args.global_batch // args.micro_batch // world} accumulated x {world} processes ({args.strategy})",
+        f"data: {size_text(total)} tokens in {args.steps:,} steps, {total / len(corpus.train):.1f} times through the training part",
+        f"forecast: {hours}, {forecast.memory(sharded=args.strategy == 'fsdp'):.2f} GB a device"))
+
+
+def write_curve(log, path, title):
+    """The losses of a log, drawn over its steps."""
+    with plot(path, xlabel="steps", ylabel="loss (nats a token)", title=title) as axes:
+        for key, style in (("loss", "-"), ("val_loss", "o-")):
+            points = [(r["step"], r[key]) for r in log if key in r]
+            if points:
+                axes.plot(*zip(*points), style, label=key, markersize=3, linewidth=1)
+
+
+def sample(model, data, prompt, device):
+    """A continuation of prompt by the tokenizer beside the data; all ranks take part."""
+    tokenizer = load_tokenizer(data)
+    idx = torch.tensor([tokenizer.encode(prompt).ids], device=device)
+    with torch.compiler.set_stance("force_eager"):
+        out = model.generate(idx, SAMPLE_TOKENS, temperature=0.8, top_k=50, generator=torch.Generator(device).manual_seed(0))
+    return tokenizer.decode(out[0].tolist())
+
+
+def validate(parallel, corpus, step, log):
+    """Measure, print and log the loss on the validation part."""
+    nats = evaluate(parallel, corpus.val, parallel.model.config.seq_len)
+    bits = corpus.bits_per_byte(nats)
+    say(f"step {step:5d}  validation loss {nats:.4f}" + (f"  bits per byte {bits:.4f}" if bits is not None else ""))
+    log.write(step=step, val_loss=nats, bits_per_byte=bits)
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def noted_signals():
+    """SIGTERM and SIGINT are noted in the list this yields; the training loop ends when it has finished its step."""
+    noted = []
+    before = {s: signal.signal(s, lambda number, frame: noted.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def agree(loss, noted, world, device):
+    """The mean loss over the ranks, and the signal that any of them got (or None): the same answer on all."""
+    sums = torch.tensor([0.0, signal.SIGTERM in noted, signal.SIGINT in noted], dtype=torch.float64, device=device)
+    sums[0] = loss
+    dist.all_reduce(sums)
+    mean, terminated, interrupted = sums.tolist()
+    return mean / world, signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
+
+
+def train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progress, noted):
+    """The loop, from first_step to the end, --stop-at or a signal; returns (steps done, the signal or None)."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), parallel.device
+    loader = Loader(corpus.train, parallel.model.config, args.global_batch, args.micro_batch, args.seed, device, first_step, rank, world)
+    last = min(args.steps, args.stop_at or args.steps)
+    per_line = replace(progress)
+    step, stopped = first_step, None
+    while step < last and not stopped:
+        synchronize(device)
+        start, waited = time.perf_counter(), loader.waited
+        lr = learning_rate(step, args.steps, args.lr, args.warmup, args.schedule, args.decay)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = accumulate(parallel, loader, args.global_batch // args.micro_batch // world)
+        grad_norm = parallel.clip(args.clip).item()
+        loss, stopped = agree(loss, noted, world, device)
+        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                raise UserError(f"step {step + 1}: the {what} is {value}; stopped before the update, and the last checkpoint stays. "
+                               f"Try a smaller --lr or a longer --warmup")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        seconds, step = time.perf_counter() - start, step + 1
+        for p in (progress, per_line):
+            p.add(loss, seconds, loader.waited - waited, counts=step > first_step + 1)
+        log.write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=seconds, data_wait=loader.waited - waited)
+        if step % LOG_EVERY == 0 or step == last or stopped:
+            say(per_line.line(step, lr, grad_norm))
+            per_line = replace(progress)
+        if step % args.eval_every == 0 or step == args.steps:
+            validate(parallel, corpus, step, log)
+        if step % args.save_every == 0 or step == last or stopped:
+            checkpoints.save(step)
+    loader.close()
+    return step, stopped
+
+
+def run(args, device):
+    """Train as the flags say, in a process group that is joined already; returns the signal that ended it, or None."""
+    started, rank, world = time.perf_counter(), dist.get_rank(), dist.get_world_size()
+    args.micro_batch = micro_batch_size(args.global_batch, world, args.micro_batch)
+    corpus = first_on_rank_0(lambda: load_corpus(args.data, args.seq_len))
+    config = config_from(args, vocab_size=corpus.vocab_size)
+    torch.manual_seed(args.seed)        # the same model on every rank
+    model = GPT(config).to(device)
+    model.recompute = args.recompute
+    flops, n_params = model.flops_per_token(), model.num_params()
+    gpu = find_gpu(device_name(device)) if device.type == "cuda" else None
+    peak = world * gpu.peak("bf16") if gpu and gpu.bf16 else None
+    tokens_a_step = args.global_batch * config.seq_len
+    forecast = Run("", n_params, world, config.d_model, config.n_layer, config.seq_len, args.micro_batch,
+                   args.steps * tokens_a_step, config.vocab_size)
+    say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}\n"
+        + plan_text(args, model, corpus, forecast, peak, world))
+    prompt_fits = args.sample and prompt_ids(args)
+
+    parallel = Parallel(model, args.strategy, device, args.compile)
+    optimizer = model.adamw(args.lr, args.weight_decay)
+    checkpoints = Checkpoints(args.out, parallel, optimizer, {"data": data_identity(corpus), "global_batch": args.global_batch,
+                                                              "seed": args.seed, "optimizer": args.optimizer})
+    on_rank_0(lambda: (args.out.mkdir(parents=True, exist_ok=True), checkpoints.clean()))
+    if checkpoints.newest_first() and not args.resume:
+        raise UserError(f"{args.out} holds checkpoints of a run; continue it with --resume, or start another with --out DIR")
+    dist.barrier()                      # every rank has looked before rank 0 writes
+    first_step = checkpoints.resume(args.resume if isinstance(args.resume, Path) else None) if args.resume else 0
+    log = Log(args.out / "log.jsonl", first_step)
+    progress = Progress(tokens_a_step, flops, peak, device)
+    with noted_signals() as noted:
+        step, stopped = train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progress, noted)
+    say(f"{'stopped by ' + stopped.name if stopped else 'done'} at step {step} after {(time.perf_counter() - started) / 3600:.2f} hours, "
+        f"{progress.seconds / 3600:.2f} of them in timed steps: {progress.rate_text()} (forecast {forecast.memory(args.strategy == 'fsdp'):.2f} GB)")
+    if stopped:
+        say(f"saved; go on with --resume --out {args.out}")
+        return stopped
+    if rank == 0:
+        records = read_log(args.out / "log.jsonl")
+        write_curve(records, args.out / "loss.png", corpus.name)
+        save_results("train_gpu", {"corpus": corpus.name, "out": str(args.out), "world": world, "params": n_params, "step": step,
+                                   "loss": next((r["loss"] for r in reversed(records) if "loss" in r), None),
+                                   "val_loss": next((r["val_loss"] for r in reversed(records) if "val_loss" in r), None),
+                                   "tokens_per_s": progress.rate(), "peak_memory_gb": peak_memory_gb(device)})
+    if prompt_fits:
+        say(sample(model, args.data, args.sample, device))
+    return None
+
+
+def prompt_ids(args):
+    """Whether --sample can be answered at the end: said now, not after the run."""
+    try:
+        if load_tokenizer(args.data).encode(args.sample).ids:
+            return True
+        say("--sample: the prompt is empty, so no text will be written")
+    except UserError as error:
+        say(f"--sample: {error}, so no text will be written")
+    return False
+
+
+def parse_args(argv):
+    parser = Parser(description=__doc__)
+    add_data_flag(parser)
+    add_model_flags(parser, GPTConfig(d_model=512, n_layer=8, n_head=8, seq_len=512))
+    whole, number = positive(int), positive(float)
+    flags = (
+        ("--out", {"type": Path, "default": RUNS / "gpt", "metavar": "DIR"}, "where checkpoints, log and curve go"),
+        ("--device", {"default": "cuda", "metavar": "NAME"}, "cuda, or cpu to try it"),
+        ("--strategy", {"choices": ("ddp", "fsdp"), "default": "ddp"}, "copies of the model, or its parameters sharded"),
+        ("--micro-batch", {"type": whole, "metavar": "N"}, f"sequences a process computes at once; up to {LARGEST_MICRO_BATCH} if not given"),
+        ("--global-batch", {"type": whole, "default": 128, "metavar": "N"}, "sequences a step, on all processes together"),
+        ("--steps", {"type": whole, "default": 2000, "metavar": "N"}, "updates"),
+        ("--lr", {"type": number, "default": 1e-3, "metavar": "X"}, "peak learning rate"),
+        ("--warmup", {"type": whole, "default": 100, "metavar": "N"}, "steps of linear warm-up"),
+        ("--schedule", {"choices": SCHEDULES, "default": "cosine"}, "of the learning rate after it"),
+        ("--decay", {"type": number, "default": 0.2, "metavar": "X"}, "share of the steps in which wsd falls to zero"),
+        ("--optimizer", {"choices": ("adamw",), "default": "adamw"}, "what updates the parameters"),
+        ("--weight-decay", {"type": float, "default": 0.1, "metavar": "X"}, "of the matrices"),
+        ("--clip", {"type": number, "default": 1.0, "metavar": "X"}, "largest norm of the gradient"),
+        ("--seed", {"type": int, "default": 0, "metavar": "N"}, "of the initial weights and the order of the data"),
+        ("--eval-every", {"type": whole, "default": 250, "metavar": "N"}, "steps between validations"),
+        ("--save-every", {"type": whole, "default": 500, "metavar": "N"}, "steps between checkpoints"),
+        ("--stop-at", {"type": whole, "metavar": "N"}, "stop there, saved; the schedule is still that of --steps"),
+        ("--sample", {"metavar": "TEXT"}, "write a continuation of it at the end"),
+    )
+    for name, options, text in flags:
+        default = f" (default: {options['default']})" if "default" in options else ""
+        parser.add_argument(name, help=text + default, **options)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile (default: on a GPU)")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass to save memory")
+    parser.add_argument("--resume", nargs="?", const=True, type=Path, metavar="CHECKPOINT",
+                        help="continue from the run's newest whole checkpoint, or from this one")
+    args = parser.parse_args(argv)
+    if args.decay > 1:
+        parser.error(f"--decay {args.decay:g} is a share of the steps, at most 1")
+    if not 0 <= args.weight_decay < math.inf or args.seed < 0:
+        parser.error("--weight-decay and --seed cannot be negative")
+    return args
+
+
+@command
+def main(argv=None):
+    args = parse_args(argv)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"--device {args.device}: no CUDA device here; to try it on a CPU: --device cpu")
+    device_type = pick_device(args.device).type
+    if args.compile is None:
+        args.compile = device_type == "cuda"
+    torch.backends.cuda.matmul.allow_tf32 = True            # what stays fp32 uses the Tensor Cores too
+    keep_memory()
+    device = join_group(device_type)
+    try:
+        stopped = run(args, device)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"out of GPU memory ({str(error).split('.')[0]}): a smaller --micro-batch, --recompute or --strategy fsdp "
+                        f"would help") from None
+    finally:
+        dist.destroy_process_group()
+    if stopped:
+        raise SystemExit(128 + stopped)
+
+
+if __name__ == "__main__":
+    main()
