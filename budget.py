@@ -11,6 +11,7 @@ This is also the one place with hardware facts: the table of GPUs, and how a scr
 """
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import platform
@@ -342,6 +343,17 @@ def first_on_rank_0(make):
     results = [make()] if dist.get_rank() == 0 else []
     dist.barrier()
     return results[0] if results else make()
+
+
+def leave_group():
+    """Leave the process group, all ranks together.
+
+    First drop what still holds it (DDP and its hooks refer to each other): a thread of its that outlives the
+    interpreter and asks for its lock brings the process down ("terminate called without an active exception").
+    """
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from budget import RUNS, cpu_count, first_on_rank_0, join_group, machine, save_results, written_whole
+from budget import RUNS, cpu_count, first_on_rank_0, join_group, leave_group, machine, save_results, written_whole
 from model import GPT, GPTConfig, Parser, command, positive
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
@@ -165,17 +165,15 @@ def main(argv=None):
         raise SystemExit(start_processes(argv, args.processes))
     enough_gpus = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
     device = join_group("cuda" if enough_gpus else "cpu", args.timeout)
-    try:
-        corpus = first_on_rank_0(lambda: load_corpus(args.data, SEQ_LEN))
-        if dist.get_rank() == 0:
-            print(corpus)
-            print(f"{machine(device)}, {dist.get_world_size()} processes over {dist.get_backend()}")
-        results = measure(corpus, device)
-        if results:
-            print_results(results)
-            save_results("ddp_train", results)
-    finally:
-        dist.destroy_process_group()
+    corpus = first_on_rank_0(lambda: load_corpus(args.data, SEQ_LEN))
+    if dist.get_rank() == 0:
+        print(corpus)
+        print(f"{machine(device)}, {dist.get_world_size()} processes over {dist.get_backend()}")
+    results = measure(corpus, device)
+    if results:
+        print_results(results)
+        save_results("ddp_train", results)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from budget import (GIGA, RUNS, Run, device_name, find_gpu, first_on_rank_0, join_group, keep_memory, machine, pick_device,
-                    plot, save_results, size_text, synchronize, written_whole)
+from budget import (GIGA, RUNS, Run, device_name, find_gpu, first_on_rank_0, join_group, keep_memory, leave_group, machine,
+                    pick_device, plot, save_results, size_text, synchronize, written_whole)
 from model import GPT, GPTConfig, Parser, UserError, add_model_flags, command, config_from, positive
 from prepare_data import add_data_flag, load_corpus, load_tokenizer
 
@@ -619,11 +619,13 @@ def main(argv=None):
     device = join_group(device_type)
     try:
         stopped = run(args, device)
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"out of GPU memory ({str(error).split('.')[0]}): a smaller --micro-batch, --recompute or --strategy fsdp "
-                        f"would help") from None
-    finally:
-        dist.destroy_process_group()
+    except BaseException as error:
+        dist.destroy_process_group()    # at once: the others may not come to leave together
+        if isinstance(error, torch.OutOfMemoryError):
+            raise UserError(f"out of GPU memory ({str(error).split('.')[0]}): a smaller --micro-batch, --recompute or "
+                            f"--strategy fsdp would help") from None
+        raise
+    leave_group()
     if stopped:
         raise SystemExit(128 + stopped)
 

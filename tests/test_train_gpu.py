@@ -1,0 +1,512 @@
+"""train_gpu.py: the same model from any number of processes, from any interruption, and one clear line for the rest."""
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import train_gpu
+from conftest import ROOT, assert_one_line, run_script, save_tokens
+from model import GPT, GPTConfig, UserError
+from prepare_data import load_corpus
+from train_gpu import Loader, learning_rate, main, micro_batch_size, read_log, window_starts, windows_at
+
+SIZE = ("--d-model", "16", "--n-layer", "2", "--n-head", "2", "--seq-len", "16")
+TINY = ("--device", "cpu", *SIZE, "--steps", "10", "--global-batch", "8", "--micro-batch", "4", "--warmup", "3",
+        "--clip", "0.5", "--save-every", "5", "--eval-every", "5")
+CONFIG = GPTConfig(vocab_size=128, d_model=16, n_layer=2, n_head=2, seq_len=16)
+
+
+@pytest.fixture(autouse=True)
+def tokens():
+    torch.set_num_threads(1)            # sums in one order, and no quarrel over two cores
+    return save_tokens(vocab_size=128)
+
+
+def train(*flags, out="run"):
+    main([*TINY, *map(str, flags), "--out", out])
+    return final(out)
+
+
+def launch(processes, *flags, out="run", strategy="ddp"):
+    """Start the script under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+               str(ROOT / "train_gpu.py"), *TINY, "--micro-batch", "2", "--strategy", strategy, "--out", out, *map(str, flags)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process, status=0):
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == status, out
+    return out
+
+
+def final(out, step=10):
+    return torch.load(Path(out) / f"step-{step:07d}.pt", weights_only=True)
+
+
+def same(a, b):
+    """Bit for bit, whatever is nested."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def difference(a, b):
+    return max((a["model"][k] - b["model"][k]).abs().max().item() for k in a["model"])
+
+
+def losses(out):
+    return [r["loss"] for r in read_log(Path(out) / "log.jsonl") if "loss" in r]
+
+
+# --- schedules, batches, data order ---------------------------------------------------------------------------------
+
+def test_schedules():
+    assert learning_rate(1000, 2000, 1e-3, 100) == pytest.approx(1e-3 * 0.55)
+    assert learning_rate(49, 2000, 1e-3, 100) == pytest.approx(0.5e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * 49 / 2000))))
+    wsd = [learning_rate(step, 100, 1.0, 10, "wsd", 0.2) for step in range(101)]
+    assert wsd[9:81] == [1.0] * 72 and wsd[100] == 0 and wsd[90] == pytest.approx(0.5) and wsd[4] == pytest.approx(0.5)
+    assert np.allclose(np.diff(wsd[80:]), -1 / 20)
+    assert {learning_rate(step, 100, 2.0, 1, "constant") for step in range(100)} == {2.0}
+
+
+@pytest.mark.parametrize("global_batch, world, wanted, size", [(128, 1, None, 32), (128, 8, None, 16), (128, 4, None, 32), (128, 1, 8, 8),
+                                                               (12, 1, None, 12), (6, 2, None, 3), (100, 1, None, 25)])
+def test_the_micro_batch_follows_from_the_global_batch(global_batch, world, wanted, size):
+    assert micro_batch_size(global_batch, world, wanted) == size
+
+
+@pytest.mark.parametrize("global_batch, world, wanted, words", [(100, 2, 32, "64 or 128"), (10, 3, None, "9 or 12"), (2, 4, None, "that does: 4")])
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(global_batch, world, wanted, words):
+    with pytest.raises(UserError, match=words) as refused:
+        micro_batch_size(global_batch, world, wanted)
+    assert f"--global-batch {global_batch}" in str(refused.value) and f"{world} processes" in str(refused.value)
+
+
+def test_every_position_is_equally_likely_and_none_is_outside():
+    n, T = 40, 16
+    starts = np.concatenate([window_starts(n, T, 1000, 0, step) for step in range(60)])
+    counts = np.bincount(starts, minlength=n - T)
+    assert len(counts) == n - T                                     # the last window's last target is the last token
+    assert ((counts - 2500) ** 2 / 2500).sum() < 60                 # chi-square with 23 degrees of freedom, p < 1e-4
+    x, y = windows_at(torch.arange(n), [n - T - 1], T)
+    assert y[0, -1] == n - 1 and torch.equal(x[0, 1:], y[0, :-1])
+
+
+def test_windows_are_a_function_of_seed_and_step():
+    assert np.array_equal(window_starts(1000, 16, 8, 3, 7), window_starts(1000, 16, 8, 3, 7))
+    streams = [tuple(window_starts(10 ** 9, 16, 8, seed, step)) for seed in range(5) for step in range(20)]
+    assert len(set(streams)) == 100
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_ranks_share_out_the_same_windows(world, micro_batch, tokens):
+    """Together the ranks read each step's windows once, whatever their number and the micro-batch."""
+    per_step = 8 // micro_batch // world
+    loaders = [Loader(tokens["train"], CONFIG, 8, micro_batch, 0, torch.device("cpu"), 2, rank, world) for rank in range(world)]
+    for step in (2, 3, 4):
+        rows = [loader.next() for _ in range(per_step) for loader in loaders]
+        expected = windows_at(tokens["train"], window_starts(20_000, 16, 8, 0, step), 16)
+        assert torch.equal(torch.cat([x for x, _ in rows]), expected[0]) and torch.equal(torch.cat([y for _, y in rows]), expected[1])
+    for loader in loaders:
+        loader.close()
+
+
+def anonymous_memory():
+    """Bytes of this process that no file backs: what was allocated, not mapped."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(next(line.split()[1] for line in rollup.splitlines() if line.startswith("Anonymous:")))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's account of memory")
+def test_tokens_are_never_copied_whole_into_memory():
+    n = 50_000_000
+    torch.save({"train": torch.ones(n, dtype=torch.int16), "val": torch.ones(100, dtype=torch.int16)}, "tokens.pt")
+    before = anonymous_memory()
+    train_part = load_corpus().train
+    loader = Loader(train_part, CONFIG, 8, 4, 0, torch.device("cpu"), 0, 0, 1)
+    for _ in range(20):
+        loader.next()
+    loader.close()
+    assert len(train_part) == n and anonymous_memory() - before < 2 * n / 4
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+def test_one_two_and_four_processes_and_fsdp_train_the_same_model():
+    flags = ("--steps", "30", "--micro-batch", "2", "--save-every", "30")
+    main([*TINY, *flags, "--out", "one"])
+    one, log = final("one", 30), read_log(Path("one/log.jsonl"))
+    for name, processes, strategy in (("two", 2, "ddp"), ("four", 4, "ddp"), ("sharded", 2, "fsdp")):
+        finish(launch(processes, *flags, out=name, strategy=strategy))
+        theirs = read_log(Path(name) / "log.jsonl")
+        for a, b in zip(log, theirs, strict=True):
+            assert a["step"] == b["step"]
+            for key in a.keys() & {"loss", "grad_norm", "val_loss"}:            # the norm is the global one, clipped or sharded
+                assert b[key] == pytest.approx(a[key], abs=2e-5), (name, a, b)
+        if strategy == "ddp":
+            assert difference(one, final(name, 30)) < 1e-4, name
+    # Sharded checkpoints are whole directories; one process reads what two wrote, and goes on from there.
+    assert sorted(p.name for p in Path("sharded").glob("step-*")) == ["step-0000030"]
+    finish(launch(1, "--steps", "40", "--resume", out="sharded", strategy="fsdp"))
+    finish(launch(1, "--steps", "40", "--resume", out="one"))
+    for a, b in zip(read_log(Path("one/log.jsonl")), read_log(Path("sharded/log.jsonl")), strict=True):
+        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), abs=5e-5)
+
+
+def test_evaluation_does_not_depend_on_who_computes_it(tokens, monkeypatch):
+    """Ranks 0 and 1 of two, one after the other, give the sums that one process gives, exactly."""
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    monkeypatch.setattr(train_gpu.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(train_gpu.dist, "get_rank", lambda: 0)
+    parallel = train_gpu.Parallel(model, "ddp", torch.device("cpu"), compiled=False)
+    collected = []
+    monkeypatch.setattr(train_gpu.dist, "all_reduce", collected.append)
+    alone = train_gpu.evaluate(parallel, tokens["val"], 16)
+    for world in (2, 3, 5):
+        monkeypatch.setattr(train_gpu.dist, "get_world_size", lambda: world)
+        parts = []
+        for rank in range(world):
+            monkeypatch.setattr(train_gpu.dist, "get_rank", lambda: rank)
+            train_gpu.evaluate(parallel, tokens["val"], 16)
+            parts.append(collected[-1])
+        assert torch.equal(sum(parts), collected[0])
+    n = 128
+    x, y = windows_at(tokens["val"], np.linspace(0, 4000 - 17, n).astype(int), 16)
+    assert alone == pytest.approx(model(x, y)[1].item(), rel=1e-6)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def count_reductions(rank, port, strategy, counts):
+    """One of two ranks: the gradient reductions of one step of four micro-batches, as the profiler saw them."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    device = train_gpu.join_group("cpu")
+    torch.manual_seed(0)
+    parallel = train_gpu.Parallel(GPT(CONFIG), strategy, device, compiled=False)
+    loader = Loader(load_corpus().train, CONFIG, 8, 1, 0, device, 0, rank, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train_gpu.accumulate(parallel, loader, 4)
+    counts[rank] = sum(e.count for e in profiler.key_averages() if e.key in ("c10d::allreduce_", "c10d::_reduce_scatter_base_"))
+    loader.close()
+    train_gpu.leave_group()
+
+
+@pytest.mark.parametrize("strategy, expected", [("ddp", 1), ("fsdp", CONFIG.n_layer + 1)])
+def test_gradients_are_reduced_once_a_step(strategy, expected):
+    """One all-reduce with ddp; with fsdp one reduce-scatter for each block and the root."""
+    counts = mp.get_context("spawn").Array("i", 2)
+    mp.spawn(count_reductions, (free_port(), strategy, counts), nprocs=2)
+    assert list(counts) == [expected, expected]
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+def test_ten_steps_are_five_and_resume_and_five():
+    whole = train(out="whole")
+    train_part = [*TINY, "--out", "parts"]
+    main([*train_part, "--stop-at", "5"])
+    assert not Path("parts/step-0000010.pt").exists()
+    main([*train_part, "--resume"])
+    assert same(whole, final("parts")) and losses("whole") == losses("parts") and len(losses("whole")) == 10
+    before = Path("parts/step-0000010.pt").read_bytes()
+    main([*train_part, "--resume"])                                 # nothing left to do, nothing lost
+    assert final("parts")["step"] == 10 and len(before) and len(losses("parts")) == 10
+
+
+def test_what_the_log_holds_beyond_the_checkpoint_is_written_again(monkeypatch):
+    main([*TINY, "--out", "run", "--stop-at", "8"])
+    Path("run/step-0000008.pt").unlink()                            # killed after step 8, saved at 5
+    with open("run/log.jsonl", "a") as f:
+        f.write('{"step": 9, "lo')
+    train("--resume")
+    assert [r["step"] for r in read_log(Path("run/log.jsonl")) if "loss" in r] == list(range(1, 11))
+
+
+def test_a_checkpoint_loads_into_a_plain_gpt():
+    stored = train()
+    assert stored.keys() == {"model", "optimizer", "step", "config", "identity"} and stored["step"] == 10
+    model = GPT(GPTConfig(**stored["config"]))
+    model.load_state_dict(stored["model"])
+    assert not [k for k in stored["model"] if "module." in k or "_orig_mod." in k]
+
+
+@pytest.mark.slow
+def test_compiled_it_trains_the_same_and_saves_plain_names():
+    plain, compiled = train(out="plain"), train("--compile", out="compiled")
+    assert compiled["model"].keys() == plain["model"].keys() and difference(plain, compiled) < 1e-3
+    finish(launch(2, "--compile", out="two"))
+    finish(launch(2, "--compile", out="sharded", strategy="fsdp"))
+    assert difference(plain, final("two")) < 1e-3
+    assert losses("sharded") == pytest.approx(losses("plain"), abs=1e-3)
+
+
+def test_recomputation_changes_memory_not_the_model():
+    assert same(train(out="kept")["model"], train("--recompute", out="recomputed")["model"])
+
+
+def test_the_newest_two_are_kept_and_remains_are_removed():
+    Path("run").mkdir()
+    Path("run/step-0000003.pt.77.part").write_bytes(b"cut")
+    Path("run/step-0000004.part").mkdir()
+    train("--save-every", "2")
+    assert sorted(p.name for p in Path("run").glob("step-*")) == ["step-0000008.pt", "step-0000010.pt"]
+
+
+def test_a_half_written_checkpoint_is_not_taken_for_whole(capsys):
+    whole = train(out="whole")
+    shutil.copytree("whole", "run")
+    newest = Path("run/step-0000010.pt")
+    newest.write_bytes(newest.read_bytes()[:3000])
+    assert same(whole, train("--resume"))
+    assert "step-0000010.pt is not whole" in (out := capsys.readouterr().out) and "resumed from run/step-0000005.pt" in out
+
+
+def test_resume_without_a_checkpoint_starts_from_the_beginning(capsys):
+    """So that one command does for the first start and for every restart."""
+    assert same(train(out="fresh"), train("--resume", out="resumed"))
+    assert "starting from the beginning" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, words", [
+    ((), ("--resume", "--out")), (("--resume", "--d-model", "32"), ("d_model", "16", "32")), (("--resume", "--global-batch", "4"), ("global_batch", "8", "4")),
+    (("--resume", "--seed", "1"), ("seed",)), (("--resume", "--strategy", "fsdp"), ("--strategy ddp",)), (("--resume", "--data", "other.pt"), ("data", "other")),
+    (("--resume", "none.pt"), ("none.pt", "no such checkpoint")), (("--resume", "tokens.pt"), ("tokens.pt", "not a whole checkpoint"))])
+def test_what_is_refused_where_a_run_is_already(flags, words, refused):
+    train()
+    save_tokens("other.pt", vocab_size=128, seed=9)
+    before = {p: p.read_bytes() for p in Path("run").iterdir()}
+    refused(main, *TINY, "--out", "run", *flags, words=words)
+    assert before == {p: p.read_bytes() for p in Path("run").iterdir()}
+
+
+def interrupt_at(monkeypatch, step, act):
+    """act() while the step's record is written, so within the loop."""
+    original = train_gpu.Log.write
+
+    def write(self, **record):
+        original(self, **record)
+        if record["step"] == step and "loss" in record:
+            act()
+
+    monkeypatch.setattr(train_gpu.Log, "write", write)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_saved_and_resume_goes_on(number, status, monkeypatch, capsys):
+    whole = train(out="whole")
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3, lambda: signal.raise_signal(number))
+        with pytest.raises(SystemExit) as stopped:
+            train()
+    assert stopped.value.code == status and [p.name for p in Path("run").glob("step-*")] == ["step-0000004.pt"]
+    assert number.name in capsys.readouterr().out and signal.getsignal(number) not in (None, signal.SIG_IGN)
+    assert same(whole, train("--resume"))
+
+
+def wait_for_steps(out, steps, process):
+    deadline = time.time() + 120
+    while len(read_log(Path(out) / "log.jsonl")) < steps:
+        assert process.poll() is None and time.time() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def test_under_torchrun_a_terminated_run_resumes_to_the_uninterrupted_ones_model():
+    flags = ("--steps", "300", "--save-every", "300", "--eval-every", "300")
+    interrupted = launch(2, *flags, out="run")
+    wait_for_steps("run", 20, interrupted)
+    interrupted.send_signal(signal.SIGTERM)                         # to the launcher
+    out, _ = interrupted.communicate(timeout=120)
+    assert interrupted.returncode != 0
+    saved = [p.name for p in Path("run").glob("step-*")]
+    assert len(saved) == 1 and saved[0] != "step-0000300.pt", (saved, out)
+    finish(launch(2, *flags, "--resume", out="run"))
+    finish(launch(2, *flags, out="whole"))
+    assert same(final("whole", 300), final("run", 300)) and losses("whole") == losses("run")
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_all_and_max_restarts_goes_on():
+    flags = ("--steps", "300", "--save-every", "300", "--eval-every", "300", "--resume")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
+               str(ROOT / "train_gpu.py"), *TINY, "--micro-batch", "2", "--out", "run", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_steps("run", 20, process)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGTERM)                      # one rank, not the one that writes
+    out = finish(process)
+    assert "stopped by SIGTERM" in out and "resumed from" in out
+    finish(launch(2, *flags, out="whole"))
+    assert same(final("whole", 300), final("run", 300))
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_moment_twenty_times():
+    """Saving every other step, so that some kills fall into a save; each resume succeeds and the end is the same."""
+    flags = ("--steps", "200", "--save-every", "2", "--eval-every", "1000", "--d-model", "128", "--resume")
+    rng = np.random.default_rng(0)
+    process, kills = None, 0
+    while kills < 20:
+        process = subprocess.Popen([sys.executable, str(ROOT / "train_gpu.py"), *TINY, *flags, "--out", "run"],
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        before = len(read_log(Path("run/log.jsonl")))
+        deadline = time.time() + 60
+        while len(read_log(Path("run/log.jsonl"))) <= max(0, before - 2) and process.poll() is None and time.time() < deadline:
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, 0.3))
+        assert process.poll() in (None, 0), process.communicate()[0]
+        process.kill()
+        process.wait()
+        kills += 1
+    main([*TINY, *flags, "--out", "run"])
+    main([*TINY, *flags, "--out", "whole"])
+    assert same(final("whole", 200), final("run", 200)) and losses("whole") == losses("run")
+    assert not list(Path("run").glob("*.part"))
+
+
+# --- what it prints, leaves behind and survives ---------------------------------------------------------------------
+
+def test_what_it_says_and_leaves_behind(capsys, monkeypatch):
+    monkeypatch.setattr(train_gpu, "LOG_EVERY", 5)
+    train()
+    out, log = capsys.readouterr().out, read_log(Path("run/log.jsonl"))
+    for words in ("corpus: test", "machine:", "parameters", "128 tokens a step = 8 sequences of 16: micro-batch 4 x 2 accumulated x 1",
+                  "0.1 times through the training part", "forecast:", "validation loss", "bits per byte", "done at step 10"):
+        assert words in out, words
+    line = next(line for line in out.splitlines() if line.startswith("step     5  loss"))
+    for words in ("lr ", "grad_norm ", "tokens/s", "MFU n/a", "memory ", "data wait "):
+        assert words in line
+    steps = [r for r in log if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 11)) and {"lr", "grad_norm", "seconds"} <= steps[0].keys()
+    mean = sum(r["loss"] for r in steps[:5]) / 5
+    assert f"loss {mean:.3f}" in line                               # over the steps since the last line
+    val = [r for r in log if "val_loss" in r]
+    assert [r["step"] for r in val] == [5, 10] and val[0]["bits_per_byte"] == pytest.approx(val[0]["val_loss"] / math.log(2) / 4)
+    assert open("run/loss.png", "rb").read(4) == b"\x89PNG"
+    assert json.load(open("runs/train_gpu.json"))["val_loss"] == val[-1]["val_loss"]
+
+
+def test_evaluation_saving_and_the_first_step_are_not_in_the_step_time(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(train_gpu.time, "perf_counter", lambda: clock[0])
+
+    def taking(seconds, original):
+        def slowly(*args, **kwargs):
+            clock[0] += seconds
+            return original(*args, **kwargs)
+        return slowly
+
+    monkeypatch.setattr(train_gpu, "accumulate", taking(1.0, train_gpu.accumulate))
+    monkeypatch.setattr(train_gpu, "evaluate", taking(1000.0, train_gpu.evaluate))
+    monkeypatch.setattr(train_gpu.Checkpoints, "save", taking(1000.0, train_gpu.Checkpoints.save))
+    lines = []
+    monkeypatch.setattr(train_gpu.Progress, "rate", lambda self: lines.append((self.timed, self.seconds)) or 1.0)
+    train()
+    assert [r["seconds"] for r in read_log(Path("run/log.jsonl")) if "loss" in r] == [1.0] * 10
+    assert set(lines) == {(9, 9.0)}
+
+
+def test_training_learns(capsys):
+    main([*TINY, "--steps", "60", "--lr", "1e-2", "--schedule", "wsd", "--save-every", "60", "--eval-every", "30", "--out", "run"])
+    curve = losses("run")
+    assert curve[-1] < curve[0] - 0.5
+
+
+def test_a_loss_that_is_not_finite_stops_at_that_step_and_the_last_checkpoint_stays(monkeypatch, refused):
+    original, calls = train_gpu.accumulate, []
+
+    def poisoned(parallel, *args):
+        calls.append(1)
+        loss = original(parallel, *args)
+        if len(calls) == 7:
+            next(parallel.model.parameters()).grad.fill_(math.nan)
+        return loss
+
+    monkeypatch.setattr(train_gpu, "accumulate", poisoned)
+    refused(main, *TINY, "--out", "run", words=("step 7", "gradient norm is nan"))
+    assert [p.name for p in Path("run").glob("step-*")] == ["step-0000005.pt"] and len(losses("run")) == 6
+    monkeypatch.undo()
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_lost(monkeypatch, refused):
+    original = torch.save
+
+    def full(state, path, **kwargs):
+        if "0000010" in str(path):
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        original(state, path, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    refused(main, *TINY, "--out", "run", words=("No space left on device", "step-0000010.pt"))
+    assert [p.name for p in Path("run").glob("step-*")] == ["step-0000005.pt"]
+
+
+def test_out_of_memory_says_what_would_help(monkeypatch, refused):
+    def exhausted(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(train_gpu, "accumulate", exhausted)
+    refused(main, *TINY, "--out", "run", words=("--micro-batch", "--recompute", "--strategy fsdp"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_and_no_device_flag(refused, tmp_path):
+    refused(main, words=("--device cpu", "no CUDA device"))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("flags, words", [
+    (("--global-batch", "7"), "--global-batch 7"), (("--steps", "0"), "--steps"), (("--decay", "1.5"), "--decay"), (("--lr", "nan"), "--lr"),
+    (("--clip", "0"), "--clip"), (("--weight-decay", "-1"), "--weight-decay"), (("--schedule", "linear"), "--schedule"),
+    (("--n-head", "3"), "does not divide"), (("--data", "none.pt"), "none.pt"), (("--seq-len", "3999"), "a context of 3,999"), (("--out", "tokens.pt"), "tokens.pt"),
+    (("--device", "tpu"), "--device"), (("--seed", "-1"), "--seed"), (("--micro-batch", "0"), "--micro-batch")])
+def test_refusals(flags, words, refused, tmp_path):
+    refused(main, *TINY, *flags, words=(words,))
+    assert not list(tmp_path.glob("**/step-*"))
+
+
+def test_a_sample_at_the_end(capsys):
+    from conftest import chinese_text
+    from prepare_data import main as prepare
+    Path("novel.txt").write_text(chinese_text(), encoding="utf-8")
+    prepare(["novel.txt", "--force"])
+    prompt = chinese_text()[20:24]
+    train("--sample", prompt)
+    assert capsys.readouterr().out.splitlines()[-1:] != [] and prompt in Path("novel.txt").read_text(encoding="utf-8")
+    Path("tokenizer.json").unlink()
+    train("--sample", prompt, out="other")
+    assert "no tokenizer beside the tokens" in capsys.readouterr().out
+
+
+def test_as_a_reader_runs_it():
+    assert_one_line(run_script("train_gpu.py", "--device", "cpu", "--global-batch", "7", "--micro-batch", "2"), "train_gpu.py", "--global-batch 7")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_in_bf16_and_compiled():
+    main([*TINY, "--device", "cuda", "--compile", "--out", "run"])
+    assert all(map(math.isfinite, losses("run")))
+    main([*TINY, "--device", "cuda", "--strategy", "fsdp", "--out", "sharded"])
+    assert losses("sharded") == pytest.approx(losses("run"), abs=0.05)
