@@ -323,7 +323,11 @@ def join_group(device_type, timeout=600):
         local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
         if device_type == "cuda" and torch.cuda.device_count() < local_world:
             raise UserError(f"{local_world} processes for {torch.cuda.device_count()} GPUs; start one process a GPU")
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        wait = timedelta(seconds=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=wait))
+        # A restarted group must not read the addresses that the one before it left in the launcher's store.
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
     except UserError:
         raise
     except (ValueError, RuntimeError) as error:
