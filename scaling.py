@@ -7,7 +7,6 @@ The chapter finds validation losses of 6.49, 6.34, 6.26 and 6.22 nats for 0.62M,
 larger is better, by less each time, and the training loss runs ahead, for 410,000 tokens are too few for any of them.
 Tables go to standard output, numbers to runs/scaling-<experiment>.json, curves to runs/scaling-<experiment>.png.
 """
-import math
 import sys
 
 import torch
@@ -16,6 +15,7 @@ from tqdm import tqdm
 from budget import RUNS, keep_memory, machine, pick_device, plot, save_results
 from model import GPT, GPTConfig, Parser, UserError, command, positive
 from prepare_data import add_data_flag, load_corpus, sample_batch
+from train_gpu import learning_rate
 
 SIZES = ((64, 2), (96, 3), (128, 4), (192, 4))          # d_model, n_layer
 HEAD_DIM, SEQ_LEN = 32, 128
@@ -23,11 +23,6 @@ STEPS, BATCH, LEARNING_RATE, WARMUP, CLIP = 400, 16, 3e-3, 50, 1.0
 EVALUATIONS = 4                         # at each quarter of the run
 VAL_BATCHES, VAL_BATCH, VAL_SEED = 8, 32, 123
 LR_SIZES, LR_SWEEP = ((128, 4), (192, 4)), (1e-3, 3e-3, 1e-2)
-
-
-def learning_rate(step, steps, peak, warmup=WARMUP):
-    """The chapter's schedule at step (from 0): linear warm-up times a cosine from peak to a tenth of it."""
-    return peak * min(1.0, (step + 1) / warmup) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def validation_batches(corpus, device):
@@ -57,7 +52,7 @@ def train(d_model, n_layer, corpus, batches, steps=STEPS, peak_lr=LEARNING_RATE,
     bar = tqdm(range(steps), desc=label or f"d {d_model}, {n_layer} layers", disable=None, leave=False)
     for step in bar:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, peak_lr)
+            group["lr"] = learning_rate(step, steps, peak_lr, WARMUP)
         x, y = (t.to(device) for t in sample_batch(corpus.train, SEQ_LEN, BATCH, generator))
         loss = model(x, y)[1]
         optimizer.zero_grad(set_to_none=True)

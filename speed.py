@@ -20,7 +20,7 @@ from prepare_data import add_data_flag, load_corpus, sample_batch
 WARMUP_STEPS = 3                        # the first steps allocate, and compile
 LEARNING_RATE = 1e-3
 PEAK_SIZES = {"cpu": 2048, "cuda": 8192}        # of the square matrices whose product is the peak
-PEAK_SECONDS, PEAK_PRODUCTS = 2.0, 20           # measure until one of these is spent
+PEAK_SECONDS, PEAK_PRODUCTS = 4.0, 40           # measure until one of these is spent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PHASES = ("forward", "backward", "optimizer")
 ROWS = (("fp32", "fp32", False), ("bf16 autocast", "bf16", False), ("fp32 + torch.compile", "fp32", True))
@@ -70,37 +70,43 @@ def new_step(config, x, y, precision, compiled):
     return lambda mark=lambda: None: training_step(forward, optimizer, x, y, precision, mark)
 
 
-def step_seconds(step, device, steps):
-    """Median seconds of a step after the warm-up, and of each of its phases by name.
-
-    The phases come from as many further steps: on a GPU each is waited for, which a step that is timed whole is not.
-    """
+def warm_up(step):
     for _ in range(WARMUP_STEPS):
         step()
-    whole, marks = [], []
+
+
+def step_seconds(steps, device, count):
+    """Median seconds of each of steps, functions by name, over count rounds, and of each of its phases.
+
+    Each round makes one step of every row, so that a machine whose speed drifts treats all rows alike. The phases come
+    from rounds of their own: on a GPU each phase is waited for, which a step that is timed whole is not.
+    """
+    whole = {name: [] for name in steps}
+    phases = {name: {phase: [] for phase in PHASES} for name in steps}
+    marks = []
 
     def mark():
         synchronize(device)
         marks.append(time.perf_counter())
 
-    for _ in range(steps):
-        synchronize(device)
-        start = time.perf_counter()
-        step()
-        synchronize(device)
-        whole.append(time.perf_counter() - start)
-    phases = {phase: [] for phase in PHASES}
-    for _ in range(steps):
-        marks.clear()
-        step(mark)
-        for phase, start, end in zip(PHASES, marks, marks[1:]):
-            phases[phase].append(end - start)
-    return statistics.median(whole), {phase: statistics.median(times) for phase, times in phases.items()}
+    for _ in range(count):
+        for name, step in steps.items():
+            marks.clear()
+            mark()
+            step()
+            mark()
+            whole[name].append(marks[1] - marks[0])
+    for _ in range(count):
+        for name, step in steps.items():
+            marks.clear()
+            step(mark)
+            for phase, start, end in zip(PHASES, marks, marks[1:]):
+                phases[name][phase].append(end - start)
+    return {name: (statistics.median(whole[name]), {p: statistics.median(t) for p, t in phases[name].items()}) for name in steps}
 
 
-def measure_row(name, step, device, steps, flops, tokens, peak):
+def new_row(name, seconds, phases, flops, tokens, peak):
     """A row of the table: flops and tokens are one step's, peak is in FLOP/s or None."""
-    seconds, phases = step_seconds(step, device, steps)
     return {"name": name, "ms": seconds * 1e3, "tokens_per_s": tokens / seconds, "flops_per_s": flops / seconds,
             "mfu": flops / seconds / peak if peak else None, "phases_ms": {p: s * 1e3 for p, s in phases.items()}}
 
@@ -190,20 +196,23 @@ def main(argv=None):
     peak = measured if device.type == "cpu" else sheet
     print_peaks(device, measured, sheet)
     print(f"\n{'':21s} {'a step':>11s}  {'tokens/s':>9s}  {'achieved':>17s}    MFU   {' / '.join(PHASES)}")
-    rows, skipped = [], {}
-    for name, precision, compiled in ROWS:
-        if compiled and not args.compile:
-            continue
+    steps, precisions, skipped = {}, {}, {}
+    for name, precision, compiled in ROWS[:None if args.compile else -1]:
+        step = new_step(config, x, y, precision, compiled)
         try:
-            row = measure_row(name, new_step(config, x, y, precision, compiled), device, args.steps, flops, tokens, peak[precision])
+            warm_up(step)
         except Exception as error:
             skipped[name] = compile_failure(error) if compiled else None
             if skipped[name] is None:
                 raise
-            print(f"{name:21s} not measured: {skipped[name]}")
             continue
-        rows.append(row)
+        steps[name], precisions[name] = step, precision
+    rows = [new_row(name, seconds, phases, flops, tokens, peak[precisions[name]])
+            for name, (seconds, phases) in step_seconds(steps, device, args.steps).items()]
+    for row in rows:
         print_row(row)
+    for name, reason in skipped.items():
+        print(f"{name:21s} not measured: {reason}")
     print(f"\n{why_bf16(measured, rows[0]['ms'] / rows[1]['ms'])}")
     save_results("speed", {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__,
                            "corpus": corpus.name, "peak": peak, "measured_peak": measured, "rows": rows, "skipped": skipped})

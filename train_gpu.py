@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -35,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from budget import (GIGA, RUNS, Run, device_name, find_gpu, first_on_rank_0, join_group, keep_memory, leave_group, machine,
+from budget import (CHAPTER_MFU, GIGA, RUNS, SECONDS_PER_HOUR, Run, device_name, find_gpu, first_on_rank_0, join_group, keep_memory, leave_group, machine,
                     pick_device, plot, save_results, size_text, synchronize, written_whole)
 from model import GPT, GPTConfig, Parser, UserError, add_model_flags, command, config_from, positive
 from prepare_data import add_data_flag, load_corpus, load_tokenizer
@@ -344,8 +343,18 @@ def peak_memory_gb(device):
     """The most memory this process has held: allocated on its GPU, or resident in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIGA
+    import resource                     # POSIX has it
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIGA
+
+
+def duration_text(seconds):
+    """Seconds in the unit that fits; n/a for None."""
+    if seconds is None:
+        return "n/a"
+    unit, size = ("hours", 3600) if seconds >= 7200 else ("minutes", 60) if seconds >= 120 else ("seconds", 1)
+    return f"{seconds / size:.1f} {unit}"
 
 
 class Log:
@@ -406,17 +415,18 @@ class Progress:
                 f"{self.rate_text()}  data wait {wait}")
 
 
-def plan_text(args, model, corpus, forecast, peak, world):
-    """What will run, and budget.py's forecast of it."""
+def plan_text(args, model, corpus, forecast, world):
+    """What will run, and budget.py's forecast of it: (seconds or None, GB a device)."""
     tokens_a_step = args.global_batch * model.config.seq_len
     total = args.steps * tokens_a_step
-    hours = f"{forecast.hours(peak / world):.2f} hours at 40% MFU" if peak else "time n/a (no peak known for this device)"
+    seconds, memory = forecast
+    time_text = "time n/a (no peak is known for this device)" if seconds is None else f"{duration_text(seconds)} at {CHAPTER_MFU:.0%} MFU"
     return "\n".join((
         f"model: {model.num_params():,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token",
         f"batch: {tokens_a_step:,} tokens a step = {args.global_batch} sequences of {model.config.seq_len}: micro-batch {args.micro_batch} "
         f"x {args.global_batch // args.micro_batch // world} accumulated x {world} processes ({args.strategy})",
         f"data: {size_text(total)} tokens in {args.steps:,} steps, {total / len(corpus.train):.1f} times through the training part",
-        f"forecast: {hours}, {forecast.memory(sharded=args.strategy == 'fsdp'):.2f} GB a device"))
+        f"forecast: {time_text}, {memory:.2f} GB a device (states, activations, logits)"))
 
 
 def write_curve(log, path, title):
@@ -519,10 +529,11 @@ def run(args, device):
     gpu = find_gpu(device_name(device)) if device.type == "cuda" else None
     peak = world * gpu.peak("bf16") if gpu and gpu.bf16 else None
     tokens_a_step = args.global_batch * config.seq_len
-    forecast = Run("", n_params, world, config.d_model, config.n_layer, config.seq_len, args.micro_batch,
-                   args.steps * tokens_a_step, config.vocab_size)
+    cost = Run("", n_params, world, config.d_model, config.n_layer, config.seq_len, args.micro_batch,
+               args.steps * tokens_a_step, config.vocab_size)
+    forecast = (SECONDS_PER_HOUR * cost.hours(peak / world) if peak else None, cost.memory(sharded=args.strategy == "fsdp"))
     say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}\n"
-        + plan_text(args, model, corpus, forecast, peak, world))
+        + plan_text(args, model, corpus, forecast, world))
     prompt_fits = args.sample and prompt_ids(args)
 
     parallel = Parallel(model, args.strategy, device, args.compile)
@@ -538,8 +549,9 @@ def run(args, device):
     progress = Progress(tokens_a_step, flops, peak, device)
     with noted_signals() as noted:
         step, stopped = train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progress, noted)
-    say(f"{'stopped by ' + stopped.name if stopped else 'done'} at step {step} after {(time.perf_counter() - started) / 3600:.2f} hours, "
-        f"{progress.seconds / 3600:.2f} of them in timed steps: {progress.rate_text()} (forecast {forecast.memory(args.strategy == 'fsdp'):.2f} GB)")
+    say(f"{'stopped by ' + stopped.name if stopped else 'done'} at step {step}: {duration_text(progress.seconds)} in timed steps of "
+        f"{duration_text(time.perf_counter() - started)} (forecast of the whole run {duration_text(forecast[0])}), "
+        f"{progress.rate_text()} (forecast {forecast[1]:.2f} GB)")
     if stopped:
         say(f"saved; go on with --resume --out {args.out}")
         return stopped

@@ -8,7 +8,7 @@ import speed
 from budget import find_gpu
 from conftest import run_script, save_tokens
 from model import GPTConfig
-from speed import compile_failure, datasheet_peak, main, measure_row, measured_peak, new_step, step_seconds, why_bf16
+from speed import compile_failure, datasheet_peak, main, measured_peak, new_row, new_step, step_seconds, why_bf16
 
 SMALL = ("--d-model", "32", "--n-layer", "1", "--n-head", "2", "--seq-len", "16", "--batch", "2", "--steps", "2")
 
@@ -32,18 +32,23 @@ def test_rows_are_consistent_with_each_other(capsys):
     assert capsys.readouterr().out.startswith("corpus: test")
 
 
-def test_the_median_of_the_counted_steps_without_the_warm_up(monkeypatch):
+def test_the_median_of_the_counted_steps_in_turn(monkeypatch):
+    now, turns = [0.0], []
+    durations = {"a": iter([3.0, 1.0, 2.0, 50.0, 2.0] + [3.0] * 5), "b": iter([4.0] * 10)}
     monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
-    now, durations = [0.0], iter([100.0, 100.0, 100.0, 3.0, 1.0, 2.0, 50.0, 2.0] + [3.0] * 5)
 
-    def step(mark=lambda: None):
-        duration = next(durations)
-        for share in (0, 0.25, 0.5, 0.25):
-            now[0] += duration * share
-            mark()
+    def stepper(name):
+        def step(mark=lambda: None):
+            turns.append(name)
+            duration = next(durations[name])
+            for share in (0, 0.25, 0.5, 0.25):
+                now[0] += duration * share
+                mark()
+        return step
 
-    whole, phases = step_seconds(step, torch.device("cpu"), 5)
-    assert whole == 2.0 and phases == {"forward": 0.75, "backward": 1.5, "optimizer": 0.75}
+    seconds = step_seconds({"a": stepper("a"), "b": stepper("b")}, torch.device("cpu"), 5)
+    assert seconds["a"] == (2.0, {"forward": 0.75, "backward": 1.5, "optimizer": 0.75}) and seconds["b"][0] == 4.0
+    assert "".join(turns) == "ab" * 10
 
 
 def test_every_row_starts_from_the_same_model_and_learns(monkeypatch):
@@ -74,7 +79,7 @@ def test_an_unknown_device_has_no_mfu_and_a_known_one_its_datasheets(monkeypatch
     assert datasheet_peak(torch.device("cuda", 0), "fp32") == find_gpu("h200").fp32 * 1e12
     monkeypatch.setattr(speed, "device_name", lambda device: "NVIDIA H2000")
     assert datasheet_peak(torch.device("cuda", 0), "bf16") is None
-    row = measure_row("fp32", lambda mark=lambda: None: [mark() for _ in range(4)], torch.device("cpu"), 1, 1e6, 10, None)
+    row = new_row("fp32", 0.1, dict.fromkeys(speed.PHASES, 0.03), 1e6, 10, None)
     speed.print_row(row)
     assert row["mfu"] is None and "n/a" in capsys.readouterr().out
 

@@ -76,6 +76,10 @@ def losses(out):
 # --- schedules, batches, data order ---------------------------------------------------------------------------------
 
 def test_schedules():
+    chapter = [learning_rate(step, 400, 1.0, 50) for step in range(401)]
+    assert chapter[0] == pytest.approx(1 / 50) and chapter[200] == pytest.approx(0.55) and chapter[400] == pytest.approx(0.1)
+    top = chapter.index(max(chapter))
+    assert 45 <= top <= 50 and chapter[top:] == sorted(chapter[top:], reverse=True)
     assert learning_rate(1000, 2000, 1e-3, 100) == pytest.approx(1e-3 * 0.55)
     assert learning_rate(49, 2000, 1e-3, 100) == pytest.approx(0.5e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * 49 / 2000))))
     wsd = [learning_rate(step, 100, 1.0, 10, "wsd", 0.2) for step in range(101)]
