@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -251,10 +253,10 @@ class Checkpoints:
     def save_sharded(self, path, about):
         part = path.with_name(path.name + ".part")
         on_rank_0(lambda: part.mkdir(parents=True))
-        model, optimizer = get_state_dict(self.parallel.model, self.optimizer)
+        state, _ = self.sharded_state()
         failure = None
         try:
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=part)
+            dcp.save(state, checkpoint_id=part)
         except Exception as error:      # dcp collects the ranks' errors into one of its own
             failure = str(error)
         on_rank_0(lambda: self.finish_sharded(path, part, about, failure))
@@ -263,8 +265,16 @@ class Checkpoints:
         if failure:
             shutil.rmtree(part, ignore_errors=True)
             raise OSError(failure)
-        (part / "about.json").write_text(json.dumps(about))
+        with written_whole(part / "about.json") as about_part:
+            about_part.write_text(json.dumps(about))
+        if path.exists():               # one that was not whole, and is now written again
+            shutil.rmtree(path)
         os.rename(part, path)
+
+    def sharded_state(self):
+        """What torch.distributed.checkpoint stores, tensors alone, and the optimizer's options, which the flags give."""
+        model, optimizer = get_state_dict(self.parallel.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer["state"]}, optimizer["param_groups"]
 
     def prune(self):
         for old in self.newest_first()[KEEP_CHECKPOINTS:]:
@@ -287,9 +297,11 @@ class Checkpoints:
         if path.is_dir():
             about = json.loads((path / "about.json").read_text())
             self.check(path, about)
-            model, optimizer = get_state_dict(self.parallel.model, self.optimizer)
-            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-            set_state_dict(self.parallel.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+            refuse_code(path / ".metadata")
+            state, options = self.sharded_state()
+            dcp.load(state, checkpoint_id=path)
+            set_state_dict(self.parallel.model, self.optimizer, model_state_dict=state["model"],
+                           optim_state_dict={"state": state["optimizer"], "param_groups": options})
             return about["step"]
         stored = torch.load(path, weights_only=True, map_location="cpu")
         self.check(path, stored)
@@ -299,7 +311,8 @@ class Checkpoints:
 
     def resume(self, wanted=None):
         """Load the wanted checkpoint, or the newest whole one; returns its step, 0 where there is none yet."""
-        for path in [wanted] if wanted else self.newest_first():
+        candidates = [wanted] if wanted else self.newest_first()
+        for path in candidates:
             if (path.suffix == ".pt") != (self.parallel.strategy == "ddp"):
                 raise UserError(f"{path}: saved with --strategy {'ddp' if path.suffix == '.pt' else 'fsdp'}; resume with the same")
             try:
@@ -314,8 +327,30 @@ class Checkpoints:
                 if wanted:
                     raise UserError(f"{path}: not a whole checkpoint ({type(error).__name__})") from None
                 say(f"{path} is not whole ({type(error).__name__}): trying the one before")
+        if candidates:
+            raise UserError(f"{self.directory}: none of its {len(candidates)} checkpoints is whole; start another run with --out DIR")
         say(f"no checkpoint in {self.directory} yet: starting from the beginning")
         return 0
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads the index of a sharded checkpoint, which is a pickle, and builds nothing but the index."""
+
+    def find_class(self, module, name):
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, type(torch.Size)))
+        index = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem") and not name.startswith("__")
+        if dtype or index or (module, name) in (("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("collections", "OrderedDict")):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is refused")
+
+
+def refuse_code(path):
+    """Raise UnpicklingError where loading a sharded checkpoint would run code that its files bring along: where its index
+    holds more than an index, or lists anything but tensors, which are loaded as such."""
+    with open(path, "rb") as f:
+        index = PlainUnpickler(f).load()
+    if not all(isinstance(item, TensorStorageMetadata) for item in index.state_dict_metadata.values()):
+        raise pickle.UnpicklingError("more than tensors")
 
 
 def on_rank_0(act):
@@ -626,7 +661,7 @@ def main(argv=None):
     device_type = pick_device(args.device).type
     if args.compile is None:
         args.compile = device_type == "cuda"
-    torch.backends.cuda.matmul.allow_tf32 = True            # what stays fp32 uses the Tensor Cores too
+    torch.set_float32_matmul_precision("high")      # TF32: what stays fp32 uses the Tensor Cores too
     keep_memory()
     device = join_group(device_type)
     try:

@@ -3,6 +3,7 @@ import errno
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -284,6 +285,39 @@ def test_a_half_written_checkpoint_is_not_taken_for_whole(capsys):
     newest.write_bytes(newest.read_bytes()[:3000])
     assert same(whole, train("--resume"))
     assert "step-0000010.pt is not whole" in (out := capsys.readouterr().out) and "resumed from run/step-0000005.pt" in out
+
+
+def test_a_run_none_of_whose_checkpoints_is_whole_is_not_started_over(refused):
+    train()
+    for path in Path("run").glob("step-*"):
+        path.write_bytes(b"")
+    refused(main, *TINY, "--out", "run", "--resume", words=("none of its 2 checkpoints is whole",))
+
+
+class Explosive:
+    def __reduce__(self):
+        return (open, ("executed", "w"))
+
+
+def test_code_in_a_checkpoint_is_refused_not_run(refused):
+    main([*TINY, "--strategy", "fsdp", "--out", "sharded"])
+    train(out="single")
+    for path in (Path("single/step-0000010.pt"), Path("single/step-0000005.pt")):
+        torch.save({"model": Explosive()}, path)
+    for index in Path("sharded").glob("step-*/.metadata"):
+        index.write_bytes(pickle.dumps(Explosive()))
+    refused(main, *TINY, "--out", "single", "--resume", words=("none of its 2 checkpoints",))
+    refused(main, *TINY, "--strategy", "fsdp", "--out", "sharded", "--resume", words=("none of its 2 checkpoints",))
+    assert not Path("executed").exists()
+
+
+def test_a_sharded_run_falls_back_to_its_last_whole_checkpoint_and_writes_the_damaged_one_again():
+    flags = [*TINY, "--strategy", "fsdp", "--out", "sharded"]
+    main(flags)
+    whole = losses("sharded")
+    Path("sharded/step-0000010/.metadata").write_bytes(b"cut")
+    main([*flags, "--resume"])
+    assert losses("sharded") == whole and Path("sharded/step-0000010/.metadata").stat().st_size > 100
 
 
 def test_resume_without_a_checkpoint_starts_from_the_beginning(capsys):
