@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +25,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")   # read once, at import: 
 import torch
 import torch.distributed as dist
 
-from model import GPT, GPTConfig, Parser, UserError, add_model_flags, command, positive
+from model import GPT, GPTConfig, Parser, UserError, add_model_flags, command, count, positive, size_text
 
 TERA, GIGA = 1e12, 1e9
 SECONDS_PER_HOUR = 3600
@@ -34,8 +35,7 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CHAPTER_MFU = 0.4
 TOKENS_PER_PARAM = 20                   # Hoffmann and others 2022, arXiv:2203.15556, as the chapter rounds it
 STATE_BYTES = 16                        # a parameter: bf16 weight 2 and gradient 2; fp32 master weight, Adam's m and v, 12
-ACTIVATION_BYTES = 34                   # a layer, token and unit of width: Korthikanti and others 2022, arXiv:2205.05198,
-                                        # without the attention scores, which FlashAttention does not keep
+ACTIVATION_BYTES = 34                   # a layer, token and unit of width, no attention scores kept: arXiv:2205.05198
 LOGIT_BYTES = 2 + 4 + 4                 # a logit: bf16 from the matrix product, its fp32 copy for the loss, the gradient
 GPT2_VOCAB = 50_304                     # GPT-2's 50,257 tokens, padded to a multiple of 128
 
@@ -69,15 +69,13 @@ class GPU:
 GPUS = (
     # NVIDIA B200: HGX B200 datasheet, an eighth of the board (36 PFLOPS sparse bf16, 18 sparse TF32, 600 TFLOPS fp32)
     GPU("NVIDIA B200", 2250, 2250, 1125, 75, 180, 1000, ("b200",)),
-    # NVIDIA H200 Tensor Core GPU datasheet: 1,979 sparse bf16, 989 sparse TF32
+    # NVIDIA H200 Tensor Core GPU datasheet: 1,979 sparse bf16, 989 sparse TF32; NVL column 1,671 and 835
     GPU("NVIDIA H200", 989, 989, 494.5, 67, 141, 700, ("h200", "h200-sxm")),
-    # the same datasheet, NVL column: 1,671 sparse bf16, 835 sparse TF32
     GPU("NVIDIA H200 NVL", 835.5, 835.5, 417.5, 60, 141, 600, ("h200-nvl",)),
     # NVIDIA H100 Tensor Core GPU datasheet, SXM column; the chapter's 989e12
     GPU("NVIDIA H100 80GB HBM3", 989, 989, 494.5, 67, 80, 700, ("h100", "h100-sxm")),
-    # NVIDIA H100 PCIe product brief: 1,513 sparse bf16, 756 sparse TF32
+    # NVIDIA H100 PCIe product brief (1,513 and 756 sparse) and H100 NVL datasheet, one GPU (1,671 and 835 sparse)
     GPU("NVIDIA H100 PCIe", 756.5, 756.5, 378, 51, 80, 350, ("h100-pcie",)),
-    # NVIDIA H100 NVL datasheet, one GPU: 1,671 sparse bf16, 835 sparse TF32
     GPU("NVIDIA H100 NVL", 835.5, 835.5, 417.5, 60, 94, 400, ("h100-nvl",)),
     # NVIDIA A100 Tensor Core GPU datasheet, all four of its columns; the chapter's 312e12
     GPU("NVIDIA A100-SXM4-80GB", 312, 312, 156, 19.5, 80, 400, ("a100", "a100-80gb", "a100-sxm-80gb")),
@@ -92,24 +90,19 @@ GPUS = (
     # NVIDIA Ada GPU architecture whitepaper, appendix A (RTX 4090), and Ada professional appendix (RTX 6000, L40S)
     GPU("NVIDIA GeForce RTX 4090", 165.2, 165.2, 82.6, 82.6, 24, 450, ("rtx-4090", "4090")),
     GPU("NVIDIA RTX 6000 Ada Generation", 364.2, 364.2, 182.1, 91.1, 48, 300, ("rtx-6000-ada",)),
-    # NVIDIA L40S datasheet: 362.05 and 183 before sparsity
+    # NVIDIA L40S datasheet, before sparsity; NVIDIA L4 datasheet: 242 sparse bf16, 120 sparse TF32
     GPU("NVIDIA L40S", 362.05, 362.05, 183, 91.6, 48, 350, ("l40s",)),
-    # NVIDIA L4 datasheet: 242 sparse bf16, 120 sparse TF32
     GPU("NVIDIA L4", 121, 121, 60, 30.3, 24, 72, ("l4",)),
     # NVIDIA Ampere GA102 GPU architecture whitepaper, tables of RTX 3090 and RTX A6000
     GPU("NVIDIA GeForce RTX 3090", 71, 71, 35.6, 35.6, 24, 350, ("rtx-3090", "3090")),
     GPU("NVIDIA RTX A6000", 154.8, 154.8, 77.4, 38.7, 48, 300, ("rtx-a6000",)),
-    # NVIDIA RTX A4000 datasheet: 153.4 sparse
+    # NVIDIA RTX A4000 (153.4 sparse), A40 and A10 datasheets
     GPU("NVIDIA RTX A4000", 76.7, 76.7, 38.3, 19.2, 16, 140, ("rtx-a4000",)),
-    # NVIDIA A40 datasheet; NVIDIA A10 datasheet
     GPU("NVIDIA A40", 149.7, 149.7, 74.8, 37.4, 48, 300, ("a40",)),
     GPU("NVIDIA A10", 125, 125, 62.5, 31.2, 24, 150, ("a10",)),
     # NVIDIA V100 and T4 datasheets: Tensor Cores for fp16 alone
     GPU("Tesla V100-SXM2-32GB", None, 125, None, 15.7, 32, 300, ("v100", "v100-32gb")),
-    GPU("Tesla V100-SXM2-16GB", None, 125, None, 15.7, 16, 300, ("v100-16gb",)),
     GPU("Tesla T4", None, 65, None, 8.1, 16, 70, ("t4",)),
-    # AMD Instinct MI300X datasheet, before sparsity
-    GPU("AMD Instinct MI300X", 1307.4, 1307.4, 653.7, 163.4, 192, 750, ("mi300x",)),
 )
 
 
@@ -193,20 +186,6 @@ CHAPTER_RUNS = (
 )
 
 
-def size_text(n):
-    """A count in the field's short form: 124M, 1.3B, 26B."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if n >= scale:
-            return f"{n / scale:.4g}{unit}"
-    return f"{n:.4g}"
-
-
-def count(text):
-    """An argparse type: a positive count such as 124000000, 1.3e9, 124M or 6B."""
-    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
-    return positive(float)(text[:-1] if scale else text) * (scale or 1)
-
-
 # --- printing -------------------------------------------------------------------------------------------------------
 
 def print_table(runs, peak, mfu):
@@ -225,10 +204,8 @@ def fit_text(run, gpu):
     strategy = run.strategy(gpu.memory_gb)
     if strategy is None:
         advice = "does not fit: a smaller micro-batch, recomputation, or more GPUs and FSDP"
-    elif run.gpus == 1:
-        advice = "fits"
     elif strategy == "ddp":
-        advice = "fits with DDP"
+        advice = "fits with DDP" if run.gpus > 1 else "fits"
     elif run.states() > gpu.memory_gb:
         advice = f"the model states alone exceed one GPU with DDP ({run.states():.1f} GB): it needs FSDP"
     else:
@@ -239,28 +216,29 @@ def fit_text(run, gpu):
 
 
 def cost_text(run, hours, watts, price):
+    """GPU-hours, kWh and, with a price, the cost."""
     gpu_hours = hours * run.gpus
     text = f"{gpu_hours:,.1f} GPU-hours, {gpu_hours * watts / 1000:,.1f} kWh at {watts:g} W a GPU"
     return text + (f", cost {gpu_hours * price:,.2f} at {price:g} a GPU-hour" if price else "")
 
 
-# --- how a script meets its machine: threads and memory ------------------------
+# --- how a script meets its machine ---------------------------------------------------------------------------------
 
 def pick_device(name):
     """The torch.device of a --device flag; UserError where this machine has none such."""
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"--device {name}: no such device; use cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}: these scripts run on cpu and cuda")
+        device = None
+    if not device or device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: no such device; these scripts run on cpu and cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu")
     return device
 
 
 def synchronize(device):
-    """Wait until the device has done what was asked of it; a CPU always has."""
+    """Wait for a GPU to finish what was asked of it; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -287,6 +265,16 @@ def machine(device=torch.device("cpu")):
             f"Python {platform.python_version()}")
 
 
+def peak_memory_gb(device):
+    """The most memory this process has held: allocated on its GPU, or resident in RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIGA
+    import resource                     # POSIX has it
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIGA
+
+
 def keep_memory():
     """Ask glibc to keep freed memory for the next step instead of returning it to the system; False elsewhere.
 
@@ -308,8 +296,7 @@ def keep_memory():
 def join_group(device_type, timeout=600):
     """Join the process group that torchrun's variables describe, or be a group of one; returns this process's device.
 
-    Raises UserError where the variables are incomplete, the port is taken, a process has no GPU of its own or the
-    others do not come within timeout seconds.
+    Raises UserError for incomplete variables, a taken port, too few GPUs, or others that do not come within timeout s.
     """
     backend = "nccl" if device_type == "cuda" else "gloo"
     if "RANK" not in os.environ:
@@ -321,15 +308,11 @@ def join_group(device_type, timeout=600):
     world, where = os.environ["WORLD_SIZE"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        if device_type == "cuda" and torch.cuda.device_count() < local_world:
-            raise UserError(f"{local_world} processes for {torch.cuda.device_count()} GPUs; start one process a GPU")
         wait = timedelta(seconds=timeout)
         store, rank, size = next(dist.rendezvous("env://", timeout=wait))
         # A restarted group must not read the addresses that the one before it left in the launcher's store.
         store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
-    except UserError:
-        raise
     except (ValueError, RuntimeError) as error:
         if "address already in use" in str(error).lower():
             raise UserError(f"{where}: port in use; choose another MASTER_PORT, or torchrun --standalone, which finds a free one") from None
@@ -338,15 +321,17 @@ def join_group(device_type, timeout=600):
     torch.set_num_threads(max(1, cpu_count() // local_world))       # torchrun sets OMP_NUM_THREADS=1 and wastes the rest
     if device_type == "cpu":
         return torch.device("cpu")
+    if torch.cuda.device_count() < local_world:
+        raise UserError(f"{local_world} processes for {torch.cuda.device_count()} GPUs; start one process a GPU")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def first_on_rank_0(make):
     """make() on rank 0, then on the others, who find what it left on disk."""
-    results = [make()] if dist.get_rank() == 0 else []
+    made = make() if dist.get_rank() == 0 else None
     dist.barrier()
-    return results[0] if results else make()
+    return made or make()
 
 
 def leave_group():
@@ -420,10 +405,7 @@ def parse_args(argv):
     parser.add_argument("--mfu", type=positive(float), default=CHAPTER_MFU, metavar="X", help="model FLOPs utilization, a share (default: 0.4)")
     parser.add_argument("--price", type=positive(float), metavar="X", help="of one GPU for one hour, in any currency")
     parser.add_argument("--watts", type=positive(float), metavar="X", help="of one GPU (default: its board power)")
-    args = parser.parse_args(argv)
-    if args.mfu > 1:
-        parser.error(f"--mfu {args.mfu:g} is above 1; it is a share of the peak")
-    return args
+    return parser.parse_args(argv)
 
 
 def run_from(args):
@@ -447,10 +429,12 @@ def run_from(args):
 @command
 def main(argv=None):
     args = parse_args(argv)
+    if args.mfu > 1:
+        raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of the peak")
     gpu = find_gpu(args.gpu)
     if gpu is None:
         raise UserError(f"--gpu {args.gpu}: not in the table, which knows {', '.join(g.aliases[0] for g in GPUS)} and exact device names")
-    peak = gpu.peak("bf16") or gpu.peak("fp16")
+    peak = gpu.peak("bf16") or gpu.peak("fp16")     # Tensor Cores before Ampere have fp16 alone
     about_a_model = ("params", "d_model", "n_layer", "n_head", "seq_len", "vocab_size", "micro_batch", "tokens", "tokens_per_param", "gpus")
     runs = [run_from(args)] if any(getattr(args, name) is not None for name in about_a_model) else CHAPTER_RUNS
     print(f"{gpu.name}: {peak / TERA:g} dense {'bf16' if gpu.bf16 else 'fp16'} TFLOP/s, {gpu.memory_gb:g} GB, {gpu.watts:g} W")

@@ -253,6 +253,28 @@ def positive(kind):
     return parse
 
 
+def count(text):
+    """An argparse type: a positive count such as 124000000, 1.3e9, 124M or 6B."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    return positive(float)(text[:-1] if scale else text) * (scale or 1)
+
+
+def size_text(n):
+    """A count in the field's short form: 124M, 1.3B, 26B."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.4g}{unit}"
+    return f"{n:.4g}"
+
+
+def duration_text(seconds):
+    """Seconds in the unit that fits; n/a for None."""
+    if seconds is None:
+        return "n/a"
+    unit, size = ("hours", 3600) if seconds >= 7200 else ("minutes", 60) if seconds >= 120 else ("seconds", 1)
+    return f"{seconds / size:.1f} {unit}"
+
+
 def command(main):
     """Decorate a script's main(argv=None): what a person can put right ends it with one line and exit status 2."""
     @functools.wraps(main)

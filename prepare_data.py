@@ -21,6 +21,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -145,14 +146,24 @@ def check_ids(ids, vocab_size, where, recorded=True):
                         f"make it again with: python prepare_data.py FILE...")
 
 
-def sample_batch(tokens, seq_len, batch_size, generator):
-    """Random windows of a 1-D tensor of tokens: inputs and targets, each (batch_size, seq_len) int64.
-
-    One torch.randint a batch, as the chapter draws them, so that its seeds give its batches.
-    """
-    starts = torch.randint(0, len(tokens) - seq_len - 1, (batch_size,), generator=generator)
-    windows = tokens[starts[:, None] + torch.arange(seq_len + 1)].long()
+def windows_at(tokens, starts, seq_len):
+    """The windows of a 1-D tensor of tokens that begin at starts: inputs and targets, each (len(starts), seq_len) int64."""
+    windows = tokens[torch.as_tensor(starts)[:, None] + torch.arange(seq_len + 1)].long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def sample_batch(tokens, seq_len, batch_size, generator):
+    """Random windows, as windows_at gives them: one torch.randint a batch, as the chapter draws, so that its seeds
+    give its batches."""
+    return windows_at(tokens, torch.randint(0, len(tokens) - seq_len - 1, (batch_size,), generator=generator), seq_len)
+
+
+def window_starts(n_tokens, seq_len, global_batch, seed, step):
+    """Where the windows of a step begin: (global_batch,) int64, a function of seed and step and nothing else.
+
+    Micro-batch i of the step is the i-th slice, whoever computes it; every position is equally likely.
+    """
+    return np.random.default_rng((seed, step)).integers(0, n_tokens - seq_len, global_batch)
 
 
 def load_tokenizer(data=TOKENS):

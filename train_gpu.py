@@ -20,7 +20,6 @@ import os
 import pickle
 import shutil
 import signal
-import sys
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -36,10 +35,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from budget import (CHAPTER_MFU, GIGA, RUNS, SECONDS_PER_HOUR, Run, device_name, find_gpu, first_on_rank_0, join_group, keep_memory, leave_group, machine,
-                    pick_device, plot, save_results, size_text, synchronize, written_whole)
-from model import GPT, GPTConfig, Parser, UserError, add_model_flags, command, config_from, positive
-from prepare_data import add_data_flag, load_corpus, load_tokenizer
+from budget import (CHAPTER_MFU, RUNS, SECONDS_PER_HOUR, Run, device_name, find_gpu, first_on_rank_0, join_group, keep_memory, leave_group, machine,
+                    peak_memory_gb, pick_device, plot, save_results, synchronize, written_whole)
+from model import (GPT, GPTConfig, Parser, UserError, add_model_flags, command, config_from, duration_text, positive,
+                   size_text)
+from prepare_data import add_data_flag, load_corpus, load_tokenizer, window_starts, windows_at
 
 LARGEST_MICRO_BATCH = 32                # the chapter's, where the global batch and the processes allow it
 LOG_EVERY = 50
@@ -82,20 +82,6 @@ def micro_batch_size(global_batch, world, wanted=None):
         raise UserError(f"--global-batch {global_batch} does not divide into micro-batches of {size} on {world} processes "
                         f"({at_once} sequences at once); the nearest that does: {nearest}")
     return size
-
-
-def window_starts(n_tokens, seq_len, global_batch, seed, step):
-    """Where the windows of a step begin: (global_batch,) int64, a function of seed and step and nothing else.
-
-    Micro-batch i of the step is the i-th slice, whoever computes it; every position is equally likely.
-    """
-    return np.random.default_rng((seed, step)).integers(0, n_tokens - seq_len, global_batch)
-
-
-def windows_at(tokens, starts, seq_len):
-    """The windows of a 1-D tensor of tokens that begin at starts: inputs and targets, each (len(starts), seq_len) int64."""
-    windows = tokens[torch.as_tensor(starts)[:, None] + torch.arange(seq_len + 1)].long()
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class Loader:
@@ -372,24 +358,6 @@ def say(text):
     """Print on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
-
-
-def peak_memory_gb(device):
-    """The most memory this process has held: allocated on its GPU, or resident in RAM."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIGA
-    import resource                     # POSIX has it
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIGA
-
-
-def duration_text(seconds):
-    """Seconds in the unit that fits; n/a for None."""
-    if seconds is None:
-        return "n/a"
-    unit, size = ("hours", 3600) if seconds >= 7200 else ("minutes", 60) if seconds >= 120 else ("seconds", 1)
-    return f"{seconds / size:.1f} {unit}"
 
 
 class Log:

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import budget
-from budget import (CHAPTER_RUNS, GPUS, Run, count, find_gpu, keep_memory, main, pick_device, save_results, size_text,
-                    written_whole)
+from budget import CHAPTER_RUNS, GPUS, Run, find_gpu, keep_memory, main, pick_device, save_results, written_whole
 from conftest import assert_one_line, run_script
-from model import Parser, UserError, add_model_flags, command, config_from, positive
+from model import Parser, UserError, add_model_flags, command, config_from, count, duration_text, positive, size_text
 
 H100 = find_gpu("h100")
 
@@ -115,6 +114,11 @@ def test_counts(text, value):
 @pytest.mark.parametrize("n, text", [(124e6, "124M"), (1.3e9, "1.3B"), (999, "999"), (1.5e13, "15T"), (619e3, "619K")])
 def test_short_forms(n, text):
     assert size_text(n) == text
+
+
+@pytest.mark.parametrize("seconds, text", [(0.34, "0.3 seconds"), (119, "119.0 seconds"), (180, "3.0 minutes"), (54000, "15.0 hours"), (None, "n/a")])
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text
 
 
 # --- the habits -----------------------------------------------------------------------------------------------------

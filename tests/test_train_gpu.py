@@ -20,8 +20,8 @@ import torch.multiprocessing as mp
 import train_gpu
 from conftest import ROOT, assert_one_line, run_script, save_tokens
 from model import GPT, GPTConfig, UserError
-from prepare_data import load_corpus
-from train_gpu import Loader, learning_rate, main, micro_batch_size, read_log, window_starts, windows_at
+from prepare_data import load_corpus, window_starts, windows_at
+from train_gpu import Loader, learning_rate, main, micro_batch_size, read_log
 
 SIZE = ("--d-model", "16", "--n-layer", "2", "--n-head", "2", "--seq-len", "16")
 TINY = ("--device", "cpu", *SIZE, "--steps", "10", "--global-batch", "8", "--micro-batch", "4", "--warmup", "3",
