@@ -293,15 +293,16 @@ def keep_memory():
 
 # --- several processes ----------------------------------------------------------------------------------------------
 
-def join_group(device_type, timeout=600):
-    """Join the process group that torchrun's variables describe, or be a group of one; returns this process's device.
+def join_group(device, timeout=600):
+    """Join the process group that torchrun's variables describe, or be a group of one; returns this process's device:
+    the one given, or with several processes on GPUs each its own.
 
     Raises UserError for incomplete variables, a taken port, too few GPUs, or others that do not come within timeout s.
     """
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+        return device
     missing = [name for name in RENDEZVOUS if not os.environ.get(name)]
     if missing:
         raise UserError(f"RANK is set but not {', '.join(missing)}; start with torchrun, which sets them all")
@@ -319,8 +320,8 @@ def join_group(device_type, timeout=600):
         raise UserError(f"{where}: no group of {world} processes within {timeout} s; are all of them started, with the same "
                         f"address and port? ({str(error).splitlines()[0]})") from None
     torch.set_num_threads(max(1, cpu_count() // local_world))       # torchrun sets OMP_NUM_THREADS=1 and wastes the rest
-    if device_type == "cpu":
-        return torch.device("cpu")
+    if device.type == "cpu":
+        return device
     if torch.cuda.device_count() < local_world:
         raise UserError(f"{local_world} processes for {torch.cuda.device_count()} GPUs; start one process a GPU")
     torch.cuda.set_device(local_rank)
@@ -328,9 +329,16 @@ def join_group(device_type, timeout=600):
 
 
 def first_on_rank_0(make):
-    """make() on rank 0, then on the others, who find what it left on disk."""
-    made = make() if dist.get_rank() == 0 else None
-    dist.barrier()
+    """make() on rank 0, then on the others, who find what it left on disk; what rank 0 refuses, all refuse."""
+    made, refusal = None, [None]
+    if dist.get_rank() == 0:
+        try:
+            made = make()
+        except UserError as error:
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal)
+    if refusal[0]:
+        raise UserError(refusal[0])
     return made or make()
 
 

@@ -164,7 +164,7 @@ def main(argv=None):
         load_corpus(args.data, SEQ_LEN)     # what is wrong with it is said once, here
         raise SystemExit(start_processes(argv, args.processes))
     enough_gpus = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
-    device = join_group("cuda" if enough_gpus else "cpu", args.timeout)
+    device = join_group(torch.device("cuda" if enough_gpus else "cpu"), args.timeout)
     corpus = first_on_rank_0(lambda: load_corpus(args.data, SEQ_LEN))
     if dist.get_rank() == 0:
         print(corpus)

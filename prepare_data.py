@@ -113,6 +113,9 @@ def read_tokens(path):
                         f"make one with: python prepare_data.py FILE... --force") from None
     if not (isinstance(stored, dict) and {"train", "val"} <= stored.keys()):
         raise UserError(f"{path}: not a token file: it has no train and val; make one with: python prepare_data.py")
+    for split in ("train", "val"):
+        if isinstance(stored[split], torch.Tensor) and stored[split].dtype in (torch.uint16, torch.uint32):
+            stored[split] = stored[split].long()        # torch knows these types, and computes little with them
     meta = stored.get("meta") or {}
     try:
         vocab_size, ratio = int(meta.get("vocab_size", VOCAB_SIZE)), meta.get("bytes_per_token")

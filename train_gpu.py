@@ -116,12 +116,12 @@ class Loader:
 
 
 def data_identity(corpus):
-    """A name and a fingerprint of a corpus: the lengths of its parts and a sample of their tokens."""
+    """A fingerprint of a corpus, wherever its file lies: the lengths of its parts and a sample of their tokens."""
     digest = hashlib.sha256()
     for part in (corpus.train, corpus.val):
         sample = part[::max(1, len(part) // 100_000)]
         digest.update(f"{len(part)} {sample.tolist()}".encode())
-    return f"{corpus.name}, {digest.hexdigest()[:16]}"
+    return f"{len(corpus.train):,} training tokens, {digest.hexdigest()[:16]}"
 
 
 # --- the model on its devices ---------------------------------------------------------------------------------------
@@ -135,7 +135,8 @@ class Parallel:
     def __init__(self, model, strategy, device, compiled):
         self.model, self.strategy, self.device = model, strategy, device
         if strategy == "fsdp":
-            half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
+            # Inputs stay as they are: the embedding gives bf16 already, and the rotary tables need their fp32.
+            half = MixedPrecisionPolicy(torch.bfloat16 if device.type == "cuda" else None, torch.float32, cast_forward_inputs=False)
             for block in model.blocks:
                 if compiled:
                     block.compile()
@@ -218,7 +219,7 @@ class Checkpoints:
 
     def clean(self):
         """Remove what an interrupted save left."""
-        for part in self.directory.glob("step-*.part"):
+        for part in self.directory.glob("*.part"):
             shutil.rmtree(part) if part.is_dir() else part.unlink()
 
     def save(self, step):
@@ -292,12 +293,24 @@ class Checkpoints:
         stored = torch.load(path, weights_only=True, map_location="cpu")
         self.check(path, stored)
         self.parallel.model.load_state_dict(stored["model"])
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(stored["optimizer"])
+        for group, option in zip(self.optimizer.param_groups, options):
+            group.update(option)        # --weight-decay is the flags', as with fsdp
         return stored["step"]
 
-    def resume(self, wanted=None):
-        """Load the wanted checkpoint, or the newest whole one; returns its step, 0 where there is none yet."""
-        candidates = [wanted] if wanted else self.newest_first()
+    def resume(self):
+        """Load the newest whole checkpoint; returns its step, 0 where there is none yet. All ranks find the same one."""
+        step = self.load_newest()
+        steps = torch.tensor([step, -step], device=self.parallel.device)
+        dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+        if steps.sum():
+            raise UserError(f"{self.directory}: the processes find different checkpoints there (here step {step}); give every "
+                            f"node the same directory")
+        return step
+
+    def load_newest(self):
+        candidates = self.newest_first()
         for path in candidates:
             if (path.suffix == ".pt") != (self.parallel.strategy == "ddp"):
                 raise UserError(f"{path}: saved with --strategy {'ddp' if path.suffix == '.pt' else 'fsdp'}; resume with the same")
@@ -307,11 +320,7 @@ class Checkpoints:
                 return step
             except UserError:
                 raise
-            except FileNotFoundError:
-                raise UserError(f"{path}: no such checkpoint") from None
             except Exception as error:      # a stranger's bytes or a damaged disk: the unpickler may raise anything
-                if wanted:
-                    raise UserError(f"{path}: not a whole checkpoint ({type(error).__name__})") from None
                 say(f"{path} is not whole ({type(error).__name__}): trying the one before")
         if candidates:
             raise UserError(f"{self.directory}: none of its {len(candidates)} checkpoints is whole; start another run with --out DIR")
@@ -322,10 +331,14 @@ class Checkpoints:
 class PlainUnpickler(pickle.Unpickler):
     """Reads the index of a sharded checkpoint, which is a pickle, and builds nothing but the index."""
 
+    KNOWN = {"torch.distributed.checkpoint.metadata": {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+                                                       "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
+             "torch.distributed.checkpoint.filesystem": {"_StorageInfo"}, "torch.serialization": {"_get_layout"},
+             "torch": {"Size", "float32", "bfloat16", "float16", "int64"}, "collections": {"OrderedDict"},
+             "pathlib": {"PosixPath"}, "pathlib._local": {"PosixPath"}}
+
     def find_class(self, module, name):
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, type(torch.Size)))
-        index = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem") and not name.startswith("__")
-        if dtype or index or (module, name) in (("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("collections", "OrderedDict")):
+        if name in self.KNOWN.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is refused")
 
@@ -547,7 +560,7 @@ def run(args, device):
     if checkpoints.newest_first() and not args.resume:
         raise UserError(f"{args.out} holds checkpoints of a run; continue it with --resume, or start another with --out DIR")
     dist.barrier()                      # every rank has looked before rank 0 writes
-    first_step = checkpoints.resume(args.resume if isinstance(args.resume, Path) else None) if args.resume else 0
+    first_step = checkpoints.resume() if args.resume else 0
     log = Log(args.out / "log.jsonl", first_step)
     progress = Progress(tokens_a_step, flops, peak, device)
     with noted_signals() as noted:
@@ -611,8 +624,7 @@ def parse_args(argv):
         parser.add_argument(name, help=text + default, **options)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile (default: on a GPU)")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass to save memory")
-    parser.add_argument("--resume", nargs="?", const=True, type=Path, metavar="CHECKPOINT",
-                        help="continue from the run's newest whole checkpoint, or from this one")
+    parser.add_argument("--resume", action="store_true", help="continue from the run's newest whole checkpoint, if it has one")
     args = parser.parse_args(argv)
     if args.decay > 1:
         parser.error(f"--decay {args.decay:g} is a share of the steps, at most 1")
@@ -626,16 +638,17 @@ def main(argv=None):
     args = parse_args(argv)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {args.device}: no CUDA device here; to try it on a CPU: --device cpu")
-    device_type = pick_device(args.device).type
+    device = pick_device(args.device)
     if args.compile is None:
-        args.compile = device_type == "cuda"
+        args.compile = device.type == "cuda"
     torch.set_float32_matmul_precision("high")      # TF32: what stays fp32 uses the Tensor Cores too
     keep_memory()
-    device = join_group(device_type)
+    device = join_group(device)
     try:
         stopped = run(args, device)
     except BaseException as error:
-        dist.destroy_process_group()    # at once: the others may not come to leave together
+        if dist.get_world_size() == 1:  # with others, leave at once: they may not come, and to wait for them is to hang
+            dist.destroy_process_group()
         if isinstance(error, torch.OutOfMemoryError):
             raise UserError(f"out of GPU memory ({str(error).split('.')[0]}): a smaller --micro-batch, --recompute or "
                             f"--strategy fsdp would help") from None

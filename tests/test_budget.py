@@ -193,7 +193,7 @@ def test_positive_numbers(text):
         positive(float)(text)
 
 
-@pytest.mark.parametrize("script", ["prepare_data.py", "speed.py", "grad_accum.py", "ddp_train.py", "scaling.py", "budget.py"])
+@pytest.mark.parametrize("script", ["prepare_data.py", "speed.py", "grad_accum.py", "ddp_train.py", "scaling.py", "budget.py", "train_gpu.py"])
 def test_every_script_helps_and_refuses_from_the_shell(script):
     helped = run_script(script, "--help")
     assert helped.returncode == 0 and f"python {script}" in helped.stdout

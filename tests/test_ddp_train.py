@@ -92,9 +92,9 @@ def test_rank_0_makes_what_the_others_find(monkeypatch):
     calls = []
     for rank in (0, 1):
         monkeypatch.setattr("budget.dist.get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr("budget.dist.barrier", lambda: calls.append("barrier"))
+        monkeypatch.setattr("budget.dist.broadcast_object_list", lambda refusal: calls.append("wait"))
         assert first_on_rank_0(lambda rank=rank: calls.append(rank) or "corpus") == "corpus"
-    assert calls == [0, "barrier", "barrier", 1]
+    assert calls == [0, "wait", "wait", 1]
 
 
 @pytest.mark.slow

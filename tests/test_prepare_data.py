@@ -178,6 +178,14 @@ def test_an_earlier_chapters_token_file_works_unchanged():
     assert corpus.vocab_size == 8192 and corpus.bits_per_byte(6.0) is None and "no meta" in str(corpus)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64])
+def test_every_integer_type_is_read(dtype):
+    ids = torch.arange(200).to(dtype)
+    torch.save({"train": ids, "val": ids}, "tokens.pt")
+    x, y = sample_batch(load_corpus(seq_len=16).train, 16, 2, torch.Generator().manual_seed(0))
+    assert torch.equal(x + 1, y)
+
+
 @pytest.mark.parametrize("content", [b"", b"not a token file", b"PK\x03\x04 cut short"])
 def test_files_that_are_no_token_files(content):
     with open("tokens.pt", "wb") as f:
