@@ -12,25 +12,28 @@ This is also the one place with hardware facts: the table of GPUs, and how a scr
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import platform
 import sys
+import time
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")   # read once, at import: join_group says in one line what went wrong
+# Read once, when torch is imported, so scripts of several processes import this file first: join_group says in one
+# line what went wrong, without a backtrace from C++.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from model import GPT, GPTConfig, Parser, UserError, add_model_flags, command, count, positive, size_text
+from model import GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, count, positive, save_results, size_text
 
 TERA, GIGA = 1e12, 1e9
 SECONDS_PER_HOUR = 3600
-RUNS = Path("runs")
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")    # as gloo says it
 
 CHAPTER_MFU = 0.4
 TOKENS_PER_PARAM = 20                   # Hoffmann and others 2022, arXiv:2203.15556, as the chapter rounds it
@@ -112,6 +115,12 @@ def find_gpu(name):
     return next((gpu for gpu in GPUS if wanted in (gpu.name.lower(), *gpu.aliases)), None)
 
 
+def datasheet_peak(device, precision):
+    """The dense peak of a torch.device in FLOP/s; None for a CPU and for a GPU that the table does not know."""
+    gpu = find_gpu(device_name(device)) if device.type == "cuda" else None
+    return gpu and gpu.peak(precision)
+
+
 # --- the arithmetic of a run ----------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
@@ -127,6 +136,7 @@ class Run:
     micro_batch: int = 8
     n_tokens: float | None = None       # None: 20 a parameter
     vocab_size: int = GPT2_VOCAB
+    recompute: bool = False             # each block's input is kept alone, and one block's inside made again at a time
 
     @property
     def tokens(self):
@@ -151,8 +161,10 @@ class Run:
 
     @property
     def activations(self):
-        """The chapter's formula, 34 s b h bytes a layer: what backward needs, in bf16, nothing recomputed."""
-        return ACTIVATION_BYTES * self.seq_len * self.micro_batch * self.d_model * self.n_layer / GIGA
+        """The chapter's formula, 34 s b h bytes a layer: what backward needs, in bf16; with recompute, of one layer, and
+        2 s b h for each layer's input."""
+        bytes_a_unit = ACTIVATION_BYTES + 2 * self.n_layer if self.recompute else ACTIVATION_BYTES * self.n_layer
+        return bytes_a_unit * self.seq_len * self.micro_batch * self.d_model / GIGA
 
     def left_out(self, sharded=False):
         """What that formula does not count, by name.
@@ -265,6 +277,17 @@ def machine(device=torch.device("cpu")):
             f"Python {platform.python_version()}")
 
 
+def compile_failure(error):
+    """Why torch.compile does not work on this machine, in one line; None where the error is not the compiler's."""
+    if isinstance(error, OSError):
+        return f"its cache cannot be used: {error}"
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return None
+    if any(sign in str(error) for sign in ("InvalidCxxCompiler", "CppCompileError")):
+        return "no working C++ compiler: install g++, or set CXX"
+    return str(error).strip().splitlines()[0]
+
+
 def peak_memory_gb(device):
     """The most memory this process has held: allocated on its GPU, or resident in RAM."""
     if device.type == "cuda":
@@ -293,108 +316,125 @@ def keep_memory():
 
 # --- several processes ----------------------------------------------------------------------------------------------
 
-def join_group(device, timeout=600):
+def from_launcher(name, least, most=1 << 20, default=None):
+    """A whole number that torchrun puts into the environment. Raises UserError where it is none, or out of bounds."""
+    text = os.environ.get(name, default)
+    if text is None or not text.isdecimal() or not least <= int(text) <= most:
+        raise UserError(f"RANK is set, and {name} is {'missing' if text is None else repr(text)}; start with torchrun, which sets them all")
+    return int(text)
+
+
+def new_name(store, rank, world, timeout):
+    """A name for this start of the group, the same on all its ranks and on none of an earlier start's.
+
+    A launcher that restarts a group keeps its store, with what the processes before left there, and its count of
+    restarts differs between nodes. So each rank asks under a name that only it knows, rank 0 answers with another, and
+    goes on answering, for it may have read a dead rank's question, until each rank has shown that it knows the answer.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    store.set(f"ask/{rank}", mine)
+    waiting = set(range(1, world)) if rank == 0 else {rank}
+    while waiting:
+        for r in sorted(waiting):
+            if rank == 0 and store.check([f"ask/{r}"]):
+                store.set(f"answer/{r}", f"{store.get(f'ask/{r}').decode()} {mine}")
+                if store.check([f"known/{r}"]) and store.get(f"known/{r}").decode() == mine:
+                    waiting.remove(r)
+            elif rank and store.check([f"answer/{rank}"]):
+                asked, answer = store.get(f"answer/{rank}").decode().split()
+                if asked == mine:
+                    store.set(f"known/{rank}", answer)
+                    return answer
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {rank} waited for ranks {sorted(waiting)}" if rank == 0 else f"rank {rank} waited for rank 0")
+        time.sleep(0.02)
+    return mine
+
+
+def join_group(device=None, timeout=600):
     """Join the process group that torchrun's variables describe, or be a group of one; returns this process's device:
-    the one given, or with several processes on GPUs each its own.
+    the one given, with several processes on GPUs each its own; with none given, GPUs where there is one a process.
 
     Raises UserError for incomplete variables, a taken port, too few GPUs, or others that do not come within timeout s.
     """
+    alone = "RANK" not in os.environ
+    if not alone:
+        world = from_launcher("WORLD_SIZE", 1)
+        from_launcher("RANK", 0, world - 1)
+        local_world = from_launcher("LOCAL_WORLD_SIZE", 1, default="1")
+        local_rank = from_launcher("LOCAL_RANK", 0, local_world - 1, default="0")
+        where = f"{os.environ.get('MASTER_ADDR', '')}:{from_launcher('MASTER_PORT', 1, 65535)}"
+        if where.startswith(":"):
+            raise UserError("RANK is set, and MASTER_ADDR is missing; start with torchrun, which sets them all")
+        device = device or torch.device("cuda" if local_world <= torch.cuda.device_count() else "cpu")
+        if device.type == "cuda" and torch.cuda.device_count() < local_world:
+            raise UserError(f"{local_world} processes for {torch.cuda.device_count()} GPUs; start one process a GPU")
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" not in os.environ:
+    if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return device
-    missing = [name for name in RENDEZVOUS if not os.environ.get(name)]
-    if missing:
-        raise UserError(f"RANK is set but not {', '.join(missing)}; start with torchrun, which sets them all")
-    world, where = os.environ["WORLD_SIZE"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    wait = timedelta(seconds=timeout)
     try:
-        local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        wait = timedelta(seconds=timeout)
-        store, rank, size = next(dist.rendezvous("env://", timeout=wait))
-        # A restarted group must not read the addresses that the one before it left in the launcher's store.
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+        store, rank, world = next(dist.rendezvous("env://", timeout=wait))
+        store = dist.PrefixStore(new_name(store, rank, world, timeout), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     except (ValueError, RuntimeError) as error:
         if "address already in use" in str(error).lower():
             raise UserError(f"{where}: port in use; choose another MASTER_PORT, or torchrun --standalone, which finds a free one") from None
         raise UserError(f"{where}: no group of {world} processes within {timeout} s; are all of them started, with the same "
                         f"address and port? ({str(error).splitlines()[0]})") from None
     torch.set_num_threads(max(1, cpu_count() // local_world))       # torchrun sets OMP_NUM_THREADS=1 and wastes the rest
-    if device.type == "cpu":
-        return device
-    if torch.cuda.device_count() < local_world:
-        raise UserError(f"{local_world} processes for {torch.cuda.device_count()} GPUs; start one process a GPU")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    if device.type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    return device
 
 
-def first_on_rank_0(make):
-    """make() on rank 0, then on the others, who find what it left on disk; what rank 0 refuses, all refuse."""
-    made, refusal = None, [None]
+@contextlib.contextmanager
+def process_group(device=None, timeout=600):
+    """Join a process group as join_group does, yield this process's device, and leave together with the others.
+
+    Where something fails here, leave at once: the others may never come, and to wait for them is to hang. Where one of
+    them fails, the message is one line, for its own says more.
+    """
+    device = join_group(device, timeout)
+    try:
+        yield device
+    except BaseException as error:
+        if dist.get_world_size() == 1:
+            dist.destroy_process_group()
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
+            raise UserError(f"rank {dist.get_rank()}: another process of the group has ended; its own message says why") from error
+        raise
+    gc.collect()                        # DDP and its hooks refer to each other; a thread of theirs that outlives the
+    dist.barrier()                      # interpreter ends the process with "terminate called without an active exception"
+    dist.destroy_process_group()
+
+
+def on_rank_0(act):
+    """act() on rank 0 alone, and what it returns there; what is refused there is refused on every rank, so that none waits."""
+    result, refusal = None, [None]
     if dist.get_rank() == 0:
         try:
-            made = make()
-        except UserError as error:
+            result = act()
+        except (UserError, OSError) as error:
             refusal = [str(error)]
     dist.broadcast_object_list(refusal)
     if refusal[0]:
         raise UserError(refusal[0])
-    return made or make()
+    return result
 
 
-def leave_group():
-    """Leave the process group, all ranks together.
-
-    First drop what still holds it (DDP and its hooks refer to each other): a thread of its that outlives the
-    interpreter and asks for its lock brings the process down ("terminate called without an active exception").
-    """
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+def first_on_rank_0(make):
+    """make() on rank 0, then on the others, who find what it left on disk."""
+    made = on_rank_0(make)
+    return make() if made is None else made
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-@contextlib.contextmanager
-def written_whole(path):
-    """Yield a name beside path to write to; it becomes path when all went well, and is removed when not."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        with open(part, "rb") as f:
-            os.fsync(f.fileno())        # the rename must not reach the disk before the bytes do
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def save_results(name, results):
-    """Leave a script's numbers, a dict of plain values, in runs/<name>.json."""
-    path = RUNS / f"{name}.json"
-    with written_whole(path) as part:
-        part.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return path
-
-
-@contextlib.contextmanager
-def plot(path, **labels):
-    """Yield axes to draw on, labelled as axes.set takes it; the picture is written to path as PNG."""
-    import matplotlib
-    matplotlib.use("Agg")               # draws without a display
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    try:
-        axes.set(**labels)
-        yield axes
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
-        with written_whole(path) as part:
-            figure.savefig(part, format="png", dpi=120)
-    finally:
-        plt.close(figure)
+def data_parallel(model, device):
+    """The model under DistributedDataParallel, which averages gradients over the ranks in the backward pass."""
+    return DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -418,16 +458,17 @@ def parse_args(argv):
 
 def run_from(args):
     """The Run that the flags describe; its parameters are counted where --params does not give them."""
-    if bool(args.d_model) != bool(args.n_layer):
+    if bool(args.d_model) != bool(args.n_layer) or args.n_head and not args.d_model:
         raise UserError("a model's size takes both --d-model and --n-layer")
+    if args.d_model:
+        # One head where none is said: the parameters are the same for any number of them.
+        config = GPTConfig(d_model=args.d_model, n_layer=args.n_layer, n_head=args.n_head or 1, vocab_size=args.vocab_size or GPT2_VOCAB)
     given = {name: getattr(args, name) for name in ("d_model", "n_layer", "seq_len", "micro_batch", "vocab_size", "gpus")
              if getattr(args, name) is not None}
     n_params = args.params
     if n_params is None:
         if not args.d_model:
             raise UserError("which model? give --params, or --d-model and --n-layer")
-        shape = {name: given[name] for name in ("d_model", "n_layer") if name in given}
-        config = GPTConfig(**shape, n_head=args.n_head or args.d_model // 2 or 1, vocab_size=args.vocab_size or GPT2_VOCAB)
         with torch.device("meta"):      # counted, not allocated
             n_params = GPT(config).num_params()
     n_tokens = args.tokens or (args.tokens_per_param and args.tokens_per_param * n_params)
@@ -437,6 +478,7 @@ def run_from(args):
 @command
 def main(argv=None):
     args = parse_args(argv)
+    check_runs()
     if args.mfu > 1:
         raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of the peak")
     gpu = find_gpu(args.gpu)

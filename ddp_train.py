@@ -10,16 +10,15 @@ gradient syncs that no_sync saves under accumulation.
 """
 import contextlib
 import os
-import subprocess
 import sys
+
+from budget import cpu_count, data_parallel, first_on_rank_0, machine, on_rank_0, process_group
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from budget import RUNS, cpu_count, first_on_rank_0, join_group, leave_group, machine, save_results, written_whole
-from model import GPT, GPTConfig, Parser, command, positive
+from model import RUNS, GPT, GPTConfig, Parser, check_runs, command, positive, save_results, written_whole
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 PER_RANK, SEQ_LEN, STEPS, LEARNING_RATE = 8, 64, 30, 3e-3
@@ -53,15 +52,11 @@ def train(model, optimizer, batches):
     return losses
 
 
-def wrap(model, device):
-    return DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
-
-
 def train_ddp(tokens, config, device, data_rank, dtype=torch.float32):
     """Train under DDP, this rank reading the data of data_rank; returns the plain model and the last loss, averaged
     over the ranks."""
     model, optimizer = new_model(config, device, dtype)
-    losses = train(wrap(model, device), optimizer, (batch(tokens, config, step, data_rank, device) for step in range(STEPS)))
+    losses = train(data_parallel(model, device), optimizer, (batch(tokens, config, step, data_rank, device) for step in range(STEPS)))
     loss = losses[-1]
     dist.all_reduce(loss)
     return model, loss.item() / dist.get_world_size()
@@ -82,7 +77,7 @@ def count_syncs(tokens, config, device, no_sync):
     With no_sync every backward pass but an update's last one keeps its gradients to itself.
     """
     model, optimizer = new_model(config, device)
-    ddp = wrap(model, device)
+    ddp = data_parallel(model, device)
     counted = {"syncs": 0, "bytes": 0}
 
     def count_and_reduce(group, bucket):
@@ -107,7 +102,7 @@ def max_difference(model, other):
 
 
 def measure(corpus, device):
-    """What rank 0 prints and saves; every rank takes part."""
+    """What rank 0 prints and the model it saves, None on the others; every rank takes part."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tokens = corpus.train
     config = GPTConfig(vocab_size=corpus.vocab_size, d_model=64, n_head=2, n_layer=2, seq_len=SEQ_LEN)
@@ -116,7 +111,7 @@ def measure(corpus, device):
     exact, _ = train_ddp(tokens, config, device, data_rank=rank, dtype=torch.float64)
     syncs = {name: count_syncs(tokens, config, device, no_sync) for name, no_sync in (("every", False), ("no_sync", True))}
     if rank:
-        return None
+        return None, None
     results = {
         "corpus": corpus.name, "world": world, "threads": torch.get_num_threads(), "steps": STEPS, "per_rank": PER_RANK,
         "loss": loss, "max_diff": max_difference(model, train_single(tokens, config, device, range(world))),
@@ -124,9 +119,7 @@ def measure(corpus, device):
         "same_data_max_diff": max_difference(wasted, train_single(tokens, config, device, [0])),
         "micro_batches": MICRO_BATCHES, "syncs": syncs["no_sync"]["syncs"], "syncs_without_no_sync": syncs["every"]["syncs"],
         "bytes": syncs["no_sync"]["bytes"], "bytes_without_no_sync": syncs["every"]["bytes"]}
-    with written_whole(RUNS / "ddp_model.pt") as part:
-        torch.save(model.state_dict(), part)    # of the plain model: no "module." before its names
-    return results
+    return results, model.state_dict()          # of the plain model: no "module." before its names
 
 
 def print_results(r):
@@ -143,11 +136,20 @@ def print_results(r):
     print(f"rank 0 wrote {RUNS / 'ddp_model.pt'}")
 
 
-def start_processes(argv, processes):
-    """Run this script under torchrun on this machine; returns its exit status."""
+def report(results, weights):
+    """Print, and leave the numbers and the trained model in runs/."""
+    with written_whole(RUNS / "ddp_model.pt") as part:
+        torch.save(weights, part)
+    print_results(results)
+    save_results("ddp_train", results)
+
+
+def become_launcher(argv, processes):
+    """Turn this process into torchrun, which runs the script on this machine: signals and exit status are its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     threads = max(1, cpu_count() // processes)
-    return subprocess.call([*launcher, __file__, *argv], env={"OMP_NUM_THREADS": str(threads), **os.environ})
+    sys.stdout.flush()
+    os.execve(sys.executable, [*launcher, __file__, *argv], {"OMP_NUM_THREADS": str(threads), **os.environ})
 
 
 @command
@@ -155,25 +157,22 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(description=__doc__)
     add_data_flag(parser)
-    parser.add_argument("--processes", type=positive(int), default=DEFAULT_PROCESSES, metavar="N",
+    parser.add_argument("--processes", type=positive(int, 1024), default=DEFAULT_PROCESSES, metavar="N",
                         help=f"to start when run without torchrun (default: {DEFAULT_PROCESSES})")
     parser.add_argument("--timeout", type=positive(int), default=120, metavar="S",
                         help="seconds to wait for the other processes (default: 120)")
     args = parser.parse_args(argv)
+    check_runs()
     if "RANK" not in os.environ:
         load_corpus(args.data, SEQ_LEN)     # what is wrong with it is said once, here
-        raise SystemExit(start_processes(argv, args.processes))
-    enough_gpus = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
-    device = join_group(torch.device("cuda" if enough_gpus else "cpu"), args.timeout)
-    corpus = first_on_rank_0(lambda: load_corpus(args.data, SEQ_LEN))
-    if dist.get_rank() == 0:
-        print(corpus)
-        print(f"{machine(device)}, {dist.get_world_size()} processes over {dist.get_backend()}")
-    results = measure(corpus, device)
-    if results:
-        print_results(results)
-        save_results("ddp_train", results)
-    leave_group()
+        become_launcher(argv, args.processes)
+    with process_group(timeout=args.timeout) as device:
+        corpus = first_on_rank_0(lambda: load_corpus(args.data, SEQ_LEN))
+        if dist.get_rank() == 0:
+            print(corpus)
+            print(f"{machine(device)}, {dist.get_world_size()} processes over {dist.get_backend()}")
+        results, weights = measure(corpus, device)
+        on_rank_0(lambda: report(results, weights))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from budget import keep_memory, machine, save_results
-from model import GPT, GPTConfig, Parser, UserError, command, positive
+from budget import keep_memory, machine
+from model import GPT, GPTConfig, Parser, UserError, check_runs, command, positive, save_results
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 SEQUENCES, PARTS = 32, (2, 4, 8)
@@ -151,6 +151,7 @@ def main(argv=None):
     parser.add_argument("--parts", type=positive(int), nargs="+", default=PARTS, metavar="K",
                         help=f"numbers of parts to split {SEQUENCES} sequences into (default: 2 4 8)")
     args = parser.parse_args(argv)
+    check_runs()
     for parts in args.parts:
         if SEQUENCES % parts:
             raise UserError(f"--parts {parts} does not divide the {SEQUENCES} sequences; take a power of 2 up to {SEQUENCES}")

@@ -10,10 +10,14 @@ the output matrix tied to the embedding. The defaults are the chapter's model, 1
 Shapes below: B sequences, T positions, C = d_model, H heads of size C / H, V = vocab_size.
 """
 import argparse
+import contextlib
 import functools
+import json
 import math
 import os
 import sys
+import tempfile
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -26,6 +30,8 @@ INIT_STD = 0.02
 NORM_EPS = torch.finfo(torch.float32).eps
 ADAM_BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
+RUNS = Path("runs")                     # where scripts leave their results
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "Storage size calculation overflowed")     # as torch says it
 
 
 class UserError(ValueError):
@@ -110,6 +116,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, then the MLP, each on the normalised stream and added to it: (B, T, C) to (B, T, C)."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.d_model, eps=NORM_EPS)
@@ -123,10 +131,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """Token ids to logits, or to the loss. recompute = True keeps only each block's input for the backward pass and
+    computes the rest of the block once more there: about a third more FLOPs for a fraction of the memory."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.recompute = False          # keep only each block's input and compute it again in the backward pass
+        self.recompute = False
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.d_model, eps=NORM_EPS)
@@ -156,7 +167,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """idx (B, T) int64 to logits (B, T, V); with targets (B, T) int64 to (logits, mean cross-entropy in nats).
 
-        The loss is computed in fp32 (in fp64 for a model in fp64); targets of -100 are left out of the mean. Raises UserError for T > seq_len.
+        The loss is computed in fp32 (in fp64 for a model in fp64); targets of -100 are left out of the mean. Raises
+        UserError for T > seq_len.
         """
         T = idx.shape[1]
         if T > self.config.seq_len:
@@ -227,7 +239,7 @@ class GPT(nn.Module):
         return idx
 
 
-# --- what the scripts' command lines share: refusals of one line, and flags for a model's size ----------------------
+# --- what the scripts' command lines share: refusals of one line, sizes, files ---------------------------------------
 
 class Parser(argparse.ArgumentParser):
     """argparse with the script's docstring as its help; a wrong flag is one line and exit status 2."""
@@ -240,15 +252,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
-def positive(kind):
-    """An argparse type: a number of that kind (int or float) above zero and finite."""
+def positive(kind, most=None):
+    """An argparse type: a number of that kind (int or float) above zero and no larger than any real run's."""
+    least, most = (1, most or 10 ** 9) if kind is int else (1e-18, most or 1e18)
+
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
             value = 0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive {'whole ' if kind is int else ''}number up to {most:,.10g}")
         return value
     return parse
 
@@ -277,12 +291,14 @@ def duration_text(seconds):
 
 def command(main):
     """Decorate a script's main(argv=None): what a person can put right ends it with one line and exit status 2."""
+    def stop(reason, status=2):
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: {' '.join(str(reason).split())}\n")       # at once: ranks share a terminal
+        raise SystemExit(status)
+
     @functools.wraps(main)
     def wrapped(argv=None):
-        def stop(reason, status=2):
-            print(f"{Path(sys.argv[0]).name}: {' '.join(str(reason).split())}", file=sys.stderr)
-            raise SystemExit(status)
-
+        for stream in (sys.stdout, sys.stderr):     # a name that the terminal cannot show is escaped, and ends nothing
+            stream.reconfigure(errors="backslashreplace")
         try:
             return main(argv)
         except UserError as error:
@@ -295,7 +311,7 @@ def command(main):
         except KeyboardInterrupt:
             stop("interrupted", 130)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "allocate memory" not in str(error) and "out of memory" not in str(error):
+            if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
                 raise
             stop("out of memory; take a smaller batch, context or model")
     return wrapped
@@ -304,13 +320,81 @@ def command(main):
 def add_model_flags(parser, default=GPTConfig()):
     """Flags for a model's size, with the defaults of that configuration; None leaves them to the script."""
     group = parser.add_argument_group("the model's size")
-    for field, text in (("d_model", "width"), ("n_layer", "blocks"), ("n_head", "attention heads"),
-                        ("seq_len", "context in tokens")):
+    for field, text, most in (("d_model", "width", 10 ** 6), ("n_layer", "blocks", 10 ** 4), ("n_head", "attention heads", 10 ** 6),
+                              ("seq_len", "context in tokens", 10 ** 8)):
         value = getattr(default, field, None)
-        group.add_argument(f"--{field.replace('_', '-')}", type=positive(int), default=value, metavar="N",
+        group.add_argument(f"--{field.replace('_', '-')}", type=positive(int, most), default=value, metavar="N",
                            help=f"{text} (default: {value})" if value else text)
 
 
 def config_from(args, **fixed):
     """The GPTConfig that add_model_flags' flags describe."""
     return GPTConfig(**{name: getattr(args, name) for name in ("d_model", "n_layer", "n_head", "seq_len")}, **fixed)
+
+
+@contextlib.contextmanager
+def written_whole(path):
+    """Yield a name to write to; it becomes path when all went well, and nothing of it stays when not.
+
+    Raises UserError, before anything is written, where path is a directory, and where the disk is full or read-only.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; move it away, for a file of that name is to be written")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{path.name}.", suffix=".part", dir=path.parent) as directory:
+            part = Path(directory, path.name)
+            yield part
+            with open(part, "rb") as f:
+                os.fsync(f.fileno())    # the rename must not reach the disk before the bytes do
+            os.replace(part, path)
+    except Exception as error:
+        # A full disk is an OSError from Python, a RuntimeError from torch.save and a plain Exception from tokenizers.
+        if not isinstance(error, (OSError, RuntimeError)) and type(error) is not Exception:
+            raise
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(f"{path} cannot be written ({reason}); is the disk full, or the directory read-only?") from error
+
+
+def check_runs():
+    """Refuse now, not when the work is done, where runs/ cannot be written. Raises UserError."""
+    place = RUNS if RUNS.exists() else RUNS.absolute().parent
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise UserError(f"{RUNS}: results cannot be written there ({place} is not a directory that can be written)")
+
+
+def plain(value):
+    """value as JSON can hold it: a number that is not finite becomes null."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save_results(name, results):
+    """Leave a script's numbers, a dict of plain values, in runs/<name>.json."""
+    with written_whole(RUNS / f"{name}.json") as part:
+        part.write_text(json.dumps(plain(results), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def plot(path, title, **labels):
+    """Yield axes to draw on, labelled as axes.set takes it; the picture is written to path as PNG."""
+    import matplotlib
+    matplotlib.use("Agg")               # draws without a display
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    try:
+        axes.set(**labels)
+        axes.set_title(title, parse_math=False)     # a corpus may have a $ in its name
+        yield axes
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        with written_whole(path) as part, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")      # or characters that the font does not have
+            figure.savefig(part, format="png", dpi=120)
+    finally:
+        plt.close(figure)

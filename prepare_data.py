@@ -9,6 +9,7 @@ It writes tokens.pt ({"train", "val", "meta"}) and tokenizer.json, in seconds. O
 
 A tokens.pt with just {"train", "val"}, as the chapter's earlier scripts write it, is read as it is.
 """
+import codecs
 import hashlib
 import math
 import re
@@ -25,8 +26,7 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from budget import written_whole
-from model import GPTConfig, Parser, UserError, command, positive
+from model import GPTConfig, Parser, UserError, check_runs, command, positive, save_results, written_whole
 
 HERE = Path(".")
 TOKENS = Path("tokens.pt")
@@ -42,7 +42,9 @@ CONNECT_SECONDS = 10
 MADE_BY = "prepare_data.py"
 UNK, EOS = "<unk>", "<eos>"
 VOCAB_SIZE = GPTConfig.vocab_size
+LARGEST_VOCAB = 1 << 24
 BYTE_ALPHABET = 256
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64}
 VALIDATION_SHARE = 10                   # one document in ten
 # A heading stands at the start of a line: 第一回：, 第12章 and the like, or CHAPTER XII.
 HEADING = re.compile(r"^[ \t\u3000]*(?:第[〇○零一二三四五六七八九十百千两廿卅0-9]{1,9}[回章](?=[：:\s])"
@@ -97,47 +99,72 @@ def add_data_flag(parser):
                         help=f"token file that prepare_data.py made (default: {TOKENS}, made first where there is none)")
 
 
+def regular_file(path):
+    """path as a Path. Raises UserError unless it is a file that can be read to its end."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    if not path.is_file():
+        raise UserError(f"{path}: {'a directory; name the files in it' if path.is_dir() else 'a device or a pipe, not a file'}")
+    return path
+
+
 def read_tokens(path):
     """The Corpus in a tokens.pt; load_corpus says what is refused."""
+    path = regular_file(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")         # the unpickler's advice to programmers
             mapped = zipfile.is_zipfile(path)       # read from the disk as needed, not copied whole into memory
             stored = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; make one with: python prepare_data.py FILE...") from None
-    except OSError:
-        raise
-    except Exception:                   # the unpickler meets a stranger's bytes: it may raise anything
+    except Exception as error:          # the unpickler meets a stranger's bytes: it may raise anything
+        if isinstance(error, OSError) and error.filename:
+            raise
         raise UserError(f"{path}: not a token file (cut short, or more than plain tensors, which is refused unread); "
                         f"make one with: python prepare_data.py FILE... --force") from None
     if not (isinstance(stored, dict) and {"train", "val"} <= stored.keys()):
         raise UserError(f"{path}: not a token file: it has no train and val; make one with: python prepare_data.py")
-    for split in ("train", "val"):
-        if isinstance(stored[split], torch.Tensor) and stored[split].dtype in (torch.uint16, torch.uint32):
-            stored[split] = stored[split].long()        # torch knows these types, and computes little with them
-    meta = stored.get("meta") or {}
-    try:
-        vocab_size, ratio = int(meta.get("vocab_size", VOCAB_SIZE)), meta.get("bytes_per_token")
-        ratio = {split: float(ratio[split]) for split in ("train", "val")} if ratio else None
-        name = meta.get("corpus") or known_name(path, stored)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise UserError(f"{path}: its meta is not prepare_data.py's; make it again with: python prepare_data.py") from None
-    for split in ("train", "val"):
-        check_ids(stored[split], vocab_size, f"{path}: {split}", recorded=bool(meta))
-    return Corpus(name, stored["train"], stored["val"], vocab_size, ratio)
+    parts = {split: token_ids(stored[split], f"{path}: {split}") for split in ("train", "val")}
+    meta = stored.get("meta") or {"corpus": known_name(path, parts), "vocab_size": VOCAB_SIZE}
+    if not is_meta(meta):
+        raise UserError(f"{path}: its meta is not prepare_data.py's; make it again with: python prepare_data.py FILE... --force")
+    for split, ids in parts.items():
+        check_ids(ids, meta["vocab_size"], f"{path}: {split}", recorded="meta" in stored)
+    return Corpus(meta["corpus"], parts["train"], parts["val"], meta["vocab_size"], meta.get("bytes_per_token"))
 
 
-def known_name(path, stored):
+def is_meta(meta):
+    """Whether meta is what write records: a printable name, a vocabulary's size, and, where known, bytes per token."""
+    if not isinstance(meta, dict):
+        return False
+    name, size, ratio = (meta.get(key) for key in ("corpus", "vocab_size", "bytes_per_token"))
+    return (isinstance(name, str) and name.isprintable() and type(size) is int and 0 < size <= LARGEST_VOCAB
+            and (ratio is None or isinstance(ratio, dict)
+                 and all(type(ratio.get(split)) in (int, float) and 1e-3 < ratio[split] < 1e6 for split in ("train", "val"))))
+
+
+def token_ids(value, where):
+    """value, if it is a 1-D tensor of integers in plain memory, in a type that torch computes with; else UserError."""
+    plain = (isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested
+             and value.dtype in INTEGERS and value.dim() == 1 and value.is_contiguous())
+    if not plain:
+        raise UserError(f"{where} is not a list of token ids (a 1-D tensor of integers); make it again with: python prepare_data.py FILE...")
+    return value.long() if value.dtype in (torch.uint16, torch.uint32) else value
+
+
+def known_name(path, parts):
     """A name for a token file that carries none: the chapter's readers have one of these."""
-    is_novel = tuple(len(stored[split]) for split in ("train", "val")) == NOVEL_TOKENS
-    return f"{path} ({NOVEL_NAME})" if is_novel else f"{path} (no meta)"
+    is_novel = tuple(map(len, parts.values())) == NOVEL_TOKENS
+    return printable(f"{path} ({NOVEL_NAME})" if is_novel else f"{path} (no meta)")
+
+
+def printable(name):
+    """A name without what a terminal would obey or could not show: line ends, escapes, stray surrogates."""
+    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def check_ids(ids, vocab_size, where, recorded=True):
-    """Raise UserError unless ids is a 1-D integer tensor of values in [0, vocab_size)."""
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise UserError(f"{where} is not a list of token ids (a 1-D tensor of integers)")
+    """Raise UserError unless ids, a 1-D integer tensor, holds values in [0, vocab_size) alone."""
     if not len(ids):
         raise UserError(f"{where} is empty")
     low, high = int(ids.min()), int(ids.max())
@@ -188,12 +215,11 @@ def load_tokenizer(data=TOKENS):
 
 def read_text(path, encoding="utf-8"):
     """A text file's characters, newlines as \\n, without a byte order mark. Raises UserError where it is none."""
+    path = regular_file(path)
     try:
-        text = Path(path).read_text(encoding="utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: a directory; name the text files in it") from None
+        mark = codecs.lookup(encoding).name == "utf-8"
+        text = path.read_text(encoding="utf-8-sig" if mark else encoding)
+        text.encode()                   # utf-7 and utf-16 can decode to halves of characters, which no tokenizer takes
     except UnicodeError as error:
         raise UserError(f"{path}: not {encoding} text ({error.reason if hasattr(error, 'reason') else error}); "
                         f"name its encoding, e.g. --encoding gb18030") from None
@@ -297,14 +323,13 @@ def tokenize(name, train, val, kind="auto", vocab_size=VOCAB_SIZE):
 # --- the default corpus ---------------------------------------------------------------------------------------------
 
 def fetch_novel():
-    """Download the chapter's novel to sanguo.txt. Raises OSError where the network or the site cannot be reached,
-    or where something else than the novel answers (a login page, say)."""
+    """The chapter's novel as bytes. Raises OSError where the network or the site cannot be reached, or where something
+    else than the novel answers (a login page, say)."""
     with urllib.request.urlopen(NOVEL_URL, timeout=CONNECT_SECONDS) as response:
         raw = response.read()
     if len(HEADING.findall(raw.decode("utf-8", errors="replace"))) < 2:
         raise urllib.error.URLError("what it answered is not the novel")
-    with written_whole(NOVEL_FILE) as part:
-        part.write_bytes(raw)
+    return raw
 
 
 def stdlib_documents():
@@ -322,7 +347,7 @@ def prepare_default(**options):
     if not NOVEL_FILE.exists():
         print(f"fetching {NOVEL_URL}")
         try:
-            fetch_novel()
+            novel = fetch_novel()
         except (OSError, ValueError) as error:      # ValueError: an answer that is no HTTP, a malformed proxy
             print(f"it cannot be reached ({getattr(error, 'reason', None) or error}): using Python's own source files "
                   f"instead; to use a text of yours: python prepare_data.py FILE")
@@ -331,6 +356,8 @@ def prepare_default(**options):
             del documents[VALIDATION_SHARE - 1::VALIDATION_SHARE]
             return write(f"Python {sys.version_info.major}.{sys.version_info.minor} standard library", "files",
                          documents, val, **options)
+        with written_whole(NOVEL_FILE) as part:
+            part.write_bytes(novel)
     return prepare_files([NOVEL_FILE], **options)
 
 
@@ -358,15 +385,17 @@ def write(name, unit, train, val, kind="auto", vocab_size=VOCAB_SIZE, out=HERE, 
     """Tokenize, write out/tokens.pt and out/tokenizer.json, print a summary; returns what tokens.pt holds."""
     refuse_to_overwrite(out, force)
     stored, tokenizer = tokenize(name, train, val, kind, vocab_size)
-    with written_whole(out / "tokenizer.json") as tokenizer_part, written_whole(out / TOKENS.name) as tokens_part:
+    with written_whole(out / "tokenizer.json") as tokenizer_part:
         tokenizer.save(str(tokenizer_part))
-        torch.save(stored, tokens_part)             # renamed first: tokens.pt vouches for the tokenizer beside it
+        with written_whole(out / TOKENS.name) as tokens_part:
+            torch.save(stored, tokens_part)         # renamed first: tokens.pt vouches for the tokenizer beside it
     meta, n_val = stored["meta"], len(val)
     print(f"{name}: {meta['characters']:,} characters, {len(train) + n_val:,} {unit}, {n_val:,} of them for validation")
     print(f"{meta['tokenizer']} tokenizer of {meta['vocab_size']:,} tokens: "
           + ", ".join(f"{len(stored[split]):,} {label} tokens ({meta['bytes_per_token'][split]:.2f} bytes each)"
                       for split, label in (("train", "training"), ("val", "validation"))))
     print(f"wrote {out / TOKENS.name} and {out / 'tokenizer.json'}")
+    save_results("prepare_data", {**meta, "tokens": {split: len(stored[split]) for split in ("train", "val")}})
     return stored
 
 
@@ -383,7 +412,7 @@ def prepare_files(paths, encoding="utf-8", **options):
         raise UserError(f"{paths[0]}: one document only, so none is left for validation; give a text with chapters or "
                         f"blank lines, or several files")
     name = NOVEL_NAME if is_novel else ", ".join(Path(p).name for p in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    return write(name, unit, *split_last_tenth(documents), **options)
+    return write(printable(name), unit, *split_last_tenth(documents), **options)
 
 
 @command
@@ -393,10 +422,11 @@ def main(argv=None):
     parser.add_argument("--encoding", default="utf-8", help="of the files, e.g. gb18030 (default: utf-8)")
     parser.add_argument("--tokenizer", choices=("auto", "char", "byte"), default="auto",
                         help="character-level or byte-level BPE (default: auto, char for mostly Chinese text)")
-    parser.add_argument("--vocab-size", type=positive(int), default=VOCAB_SIZE, help="tokens in the vocabulary (default: 8192)")
+    parser.add_argument("--vocab-size", type=positive(int, LARGEST_VOCAB), default=VOCAB_SIZE, help="tokens in the vocabulary (default: 8192)")
     parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="where to write (default: here)")
     parser.add_argument("--force", action="store_true", help="overwrite a tokens.pt that this script did not make")
     args = parser.parse_args(argv)
+    check_runs()
     options = {"kind": args.tokenizer, "vocab_size": args.vocab_size, "out": args.out, "force": args.force}
     if args.files:
         prepare_files(args.files, args.encoding, **options)

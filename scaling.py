@@ -7,15 +7,16 @@ The chapter finds validation losses of 6.49, 6.34, 6.26 and 6.22 nats for 0.62M,
 larger is better, by less each time, and the training loss runs ahead, for 410,000 tokens are too few for any of them.
 Tables go to standard output, numbers to runs/scaling-<experiment>.json, curves to runs/scaling-<experiment>.png.
 """
+import math
 import sys
 
 import torch
 from tqdm import tqdm
 
-from budget import RUNS, keep_memory, machine, pick_device, plot, save_results
-from model import GPT, GPTConfig, Parser, UserError, command, positive
+from budget import keep_memory, machine, pick_device
+from model import RUNS, GPT, GPTConfig, Parser, UserError, check_runs, command, plot, positive, save_results
 from prepare_data import add_data_flag, load_corpus, sample_batch
-from train_gpu import learning_rate
+from train_gpu import learning_rate, set_learning_rate
 
 SIZES = ((64, 2), (96, 3), (128, 4), (192, 4))          # d_model, n_layer
 HEAD_DIM, SEQ_LEN = 32, 128
@@ -51,8 +52,7 @@ def train(d_model, n_layer, corpus, batches, steps=STEPS, peak_lr=LEARNING_RATE,
     evaluate_at = {steps * quarter // EVALUATIONS for quarter in range(1, EVALUATIONS + 1)}
     bar = tqdm(range(steps), desc=label or f"d {d_model}, {n_layer} layers", disable=None, leave=False)
     for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, peak_lr, WARMUP)
+        set_learning_rate(optimizer, learning_rate(step, steps, peak_lr, WARMUP))
         x, y = (t.to(device) for t in sample_batch(corpus.train, SEQ_LEN, BATCH, generator))
         loss = model(x, y)[1]
         optimizer.zero_grad(set_to_none=True)
@@ -71,12 +71,12 @@ def bits_per_byte(corpus, nats):
     return "n/a" if value is None else f"{value:.3f}"
 
 
-def plot_curves(rows, label, title, path):
-    """Validation loss against steps, one line a row; label(row) names it."""
-    with plot(path, xlabel="steps", ylabel="validation loss (nats a token)", title=title) as axes:
+def plot_curves(rows, title, path):
+    """Validation loss against steps, one line a row."""
+    several_rates = len({row["lr"] for row in rows}) > 1
+    with plot(path, title, xlabel="steps", ylabel="validation loss (nats a token)") as axes:
         for row in rows:
-            axes.plot(row["steps"], row["val_loss"], "o-", label=label(row))
-    print(f"curves: {path}")
+            axes.plot(row["steps"], row["val_loss"], "o-", label=f"{row['params'] / 1e6:.2f}M" + f", lr {row['lr']:g}" * several_rates)
 
 
 # --- the experiments ------------------------------------------------------------------------------------------------
@@ -97,27 +97,27 @@ def sizes(corpus, args):
     print(f"{last['params'] / first['params']:.1f} times the parameters, {first['val_loss'][-1] - last['val_loss'][-1]:.2f} nats less; the "
           f"training loss is {first['val_loss'][-1] - first['train_loss']:.2f} below the validation loss at the smallest size, "
           f"{last['val_loss'][-1] - last['train_loss']:.2f} at the largest")
-    plot_curves(rows, lambda row: f"{row['params'] / 1e6:.2f}M", corpus.name, RUNS / "scaling-sizes.png")
     return rows
 
 
 def lr(corpus, args):
     """Exercise 1: the final validation loss for each learning rate at two sizes."""
     batches = validation_batches(corpus, args.device)
-    rows, best = [], {}
+    rows, best = [], []
     print("params   " + "  ".join(f"{f'lr {rate:g}':>9s}" for rate in args.rates) + "   best")
     for d_model, n_layer in LR_SIZES:
         swept = [train(d_model, n_layer, corpus, batches, args.steps, rate, args.device, f"d {d_model}, lr {rate:g}") for rate in args.rates]
         losses = [row["val_loss"][-1] for row in swept]
-        winner = losses.index(min(losses))
-        edge = winner in (0, len(losses) - 1) and len(losses) > 1
-        print(f"{swept[0]['params'] / 1e6:5.2f}M   " + "  ".join(f"{f'{v:.3f}' + '*' * (i == winner):>9s}" for i, v in enumerate(losses))
-              + f"   {args.rates[winner]:g}" + (", at the sweep's edge: the best may lie beyond it" if edge else ""), flush=True)
+        winner = min((i for i, loss in enumerate(losses) if math.isfinite(loss)), key=losses.__getitem__, default=None)
+        verdict = "none: no loss is finite" if winner is None else f"{args.rates[winner]:g}"
+        if winner in (0, len(losses) - 1) and len(losses) > 1:
+            verdict += ", at the sweep's edge: the best may lie beyond it"
+        print(f"{swept[0]['params'] / 1e6:5.2f}M   "
+              + "  ".join(f"{f'{v:.3f}' + '*' * (i == winner):>9s}" for i, v in enumerate(losses)) + f"   {verdict}", flush=True)
         rows += swept
-        best[f"{d_model},{n_layer}"] = args.rates[winner]
-    same = len(set(best.values())) == 1
+        best.append(winner)
+    same = len(set(best)) == 1
     print("the best learning rate is " + ("the same at both sizes" if same else "not the same at both sizes"))
-    plot_curves(rows, lambda row: f"{row['params'] / 1e6:.2f}M, lr {row['lr']:g}", corpus.name, RUNS / "scaling-lr.png")
     return rows
 
 
@@ -140,18 +140,23 @@ def parse_args(argv):
     if args.steps < EVALUATIONS:
         raise UserError(f"--steps {args.steps}: the loss is measured {EVALUATIONS} times, so take {EVALUATIONS} or more")
     args.device = pick_device(args.device)
+    args.rates = sorted(args.rates) if args.run is lr else [LEARNING_RATE]
     return args
 
 
 @command
 def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
+    check_runs()
     keep_memory()
     corpus = load_corpus(args.data, SEQ_LEN)
     print(corpus)
     print(machine(args.device))
     rows = args.run(corpus, args)
     save_results(f"scaling-{args.experiment}", {"corpus": corpus.name, "steps": args.steps, "rows": rows})
+    curves = RUNS / f"scaling-{args.experiment}.png"
+    plot_curves(rows, corpus.name, curves)
+    print(f"curves: {curves}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import time
 
 import torch
 
-from budget import RUNS, TERA, device_name, find_gpu, machine, pick_device, save_results, synchronize, written_whole
-from model import GPT, Parser, add_model_flags, command, config_from, positive
+from budget import TERA, compile_failure, datasheet_peak, device_name, machine, pick_device, synchronize
+from model import RUNS, GPT, Parser, add_model_flags, check_runs, command, config_from, positive, save_results, written_whole
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 WARMUP_STEPS = 3                        # the first steps allocate, and compile
@@ -40,12 +40,6 @@ def measured_peak(device, precision):
         if spent > PEAK_SECONDS:
             break
     return 2 * n ** 3 / best
-
-
-def datasheet_peak(device, precision):
-    """The device's dense peak in FLOP/s; None for a CPU or a GPU that budget.py does not know."""
-    gpu = find_gpu(device_name(device)) if device.type == "cuda" else None
-    return gpu and gpu.peak(precision)
 
 
 def training_step(model, optimizer, x, y, precision, mark=lambda: None):
@@ -111,15 +105,6 @@ def new_row(name, seconds, phases, flops, tokens, peak):
             "mfu": flops / seconds / peak if peak else None, "phases_ms": {p: s * 1e3 for p, s in phases.items()}}
 
 
-def compile_failure(error):
-    """Why torch.compile does not work on this machine, in one line; None where the error is not the compiler's."""
-    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        return None
-    if any(sign in str(error) for sign in ("InvalidCxxCompiler", "CppCompileError")):
-        return "no working C++ compiler: install g++, or set CXX"
-    return str(error).strip().splitlines()[0]
-
-
 def why_bf16(peak, step_ratio):
     """One sentence on bf16's speed: peak holds the two measured here, step_ratio is fp32's step time over bf16's."""
     products = peak["bf16"] / peak["fp32"]
@@ -181,6 +166,7 @@ def parse_args(argv):
 @command
 def main(argv=None):
     args = parse_args(argv)
+    check_runs()
     device = pick_device(args.device)
     corpus = load_corpus(args.data, args.seq_len)
     config = config_from(args, vocab_size=corpus.vocab_size)
@@ -198,8 +184,8 @@ def main(argv=None):
     print(f"\n{'':21s} {'a step':>11s}  {'tokens/s':>9s}  {'achieved':>17s}    MFU   {' / '.join(PHASES)}")
     steps, precisions, skipped = {}, {}, {}
     for name, precision, compiled in ROWS[:None if args.compile else -1]:
-        step = new_step(config, x, y, precision, compiled)
         try:
+            step = new_step(config, x, y, precision, compiled)
             warm_up(step)
         except Exception as error:
             skipped[name] = compile_failure(error) if compiled else None

@@ -26,19 +26,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from budget import (CHAPTER_MFU, Run, compile_failure, data_parallel, datasheet_peak, first_on_rank_0, keep_memory, machine, on_rank_0,
+                    peak_memory_gb, pick_device, process_group, synchronize)
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from budget import (CHAPTER_MFU, RUNS, SECONDS_PER_HOUR, Run, device_name, find_gpu, first_on_rank_0, join_group, keep_memory, leave_group, machine,
-                    peak_memory_gb, pick_device, plot, save_results, synchronize, written_whole)
-from model import (GPT, GPTConfig, Parser, UserError, add_model_flags, command, config_from, duration_text, positive,
-                   size_text)
+from model import (RUNS, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, config_from, duration_text, plot, positive,
+                   save_results, size_text, written_whole)
 from prepare_data import add_data_flag, load_corpus, load_tokenizer, window_starts, windows_at
 
 LARGEST_MICRO_BATCH = 32                # the chapter's, where the global batch and the processes allow it
@@ -65,6 +66,11 @@ def learning_rate(step, steps, peak, warmup, schedule="cosine", decay=0.2):
     else:
         shape = 1.0
     return peak * min(1.0, (step + 1) / warmup) * shape
+
+
+def set_learning_rate(optimizer, lr):
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
 # --- the batch and its data -----------------------------------------------------------------------------------------
@@ -105,6 +111,7 @@ class Loader:
             self.submit()
 
     def next(self):
+        """The next micro-batch, inputs and targets, each (micro_batch, seq_len) int64 on the device."""
         start = time.perf_counter()
         batch = self.pending.popleft().result()
         self.waited += time.perf_counter() - start
@@ -127,28 +134,29 @@ def data_identity(corpus):
 # --- the model on its devices ---------------------------------------------------------------------------------------
 
 class Parallel:
-    """A GPT as its processes train it together: forward(x, y), and a context for each micro-batch's pass.
+    """A GPT, built on the CPU, as its processes train it together: forward(x, y), and a context for each pass.
 
     model is the plain module (its parameters sharded with fsdp), without the wrappers' prefixes in its names.
     """
 
     def __init__(self, model, strategy, device, compiled):
         self.model, self.strategy, self.device = model, strategy, device
-        if strategy == "fsdp":
+        if strategy == "fsdp":          # each block goes to the device and is sharded before the next one: never the whole model
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             # Inputs stay as they are: the embedding gives bf16 already, and the rotary tables need their fp32.
             half = MixedPrecisionPolicy(torch.bfloat16 if device.type == "cuda" else None, torch.float32, cast_forward_inputs=False)
             for block in model.blocks:
                 if compiled:
                     block.compile()
-                fully_shard(block, mp_policy=half)
-            fully_shard(model, mp_policy=half)
-        elif compiled:
-            model.compile()             # in place: evaluation and names stay the plain module's
-        self.forward = model
-        if strategy == "ddp" and dist.get_world_size() > 1:
-            self.forward = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+                fully_shard(block, mesh=mesh, mp_policy=half)
+            fully_shard(model, mesh=mesh, mp_policy=half)
+        else:
+            model.to(device)
+            if compiled:
+                model.compile()         # in place: evaluation and names stay the plain module's
+        self.forward = data_parallel(model, device) if strategy == "ddp" and dist.get_world_size() > 1 else model
 
-    def micro_batch(self, last):
+    def reduced_if(self, last):
         """Gradients are reduced over the ranks in the last micro-batch of a step only."""
         stack = contextlib.ExitStack()
         if self.strategy == "fsdp":
@@ -172,7 +180,7 @@ def accumulate(parallel, loader, micro_batches):
     total = torch.zeros((), device=parallel.device)
     for i in range(micro_batches):
         x, y = loader.next()
-        with parallel.micro_batch(last=i == micro_batches - 1):
+        with parallel.reduced_if(last=i == micro_batches - 1):
             with parallel.precision():
                 loss = parallel.forward(x, y)[1] / micro_batches
             loss.backward()
@@ -181,14 +189,15 @@ def accumulate(parallel, loader, micro_batches):
 
 
 @torch.no_grad()
-def evaluate(parallel, tokens, seq_len):
+def evaluate(parallel, tokens, at_once=EVAL_BATCH):
     """Mean loss over fixed windows of tokens in nats a token, the same for any number of ranks.
 
     Windows are spread evenly and computed in fixed groups, which the ranks share out; the uncompiled module does it.
     """
+    seq_len = parallel.model.config.seq_len
     model, rank, world = parallel.model, dist.get_rank(), dist.get_world_size()
     n = max(1, min(EVAL_WINDOWS, (len(tokens) - 1) // seq_len))
-    groups = np.array_split(np.linspace(0, len(tokens) - seq_len - 1, n).astype(np.int64), math.ceil(n / EVAL_BATCH))
+    groups = np.array_split(np.linspace(0, len(tokens) - seq_len - 1, n).astype(np.int64), math.ceil(n / at_once))
     sums = torch.zeros(len(groups), dtype=torch.float64, device=parallel.device)
     model.eval()
     with torch.compiler.set_stance("force_eager"), parallel.precision():
@@ -223,7 +232,8 @@ class Checkpoints:
             shutil.rmtree(part) if part.is_dir() else part.unlink()
 
     def save(self, step):
-        """Write the state after so many steps; every rank takes part, and all raise UserError where one cannot write."""
+        """Write the state after so many steps; every rank takes part, and all raise UserError where one cannot write:
+        the last whole checkpoint is untouched then."""
         path = self.directory / f"step-{step:07d}{self.suffix}"
         about = {"step": step, "config": asdict(self.parallel.model.config), "identity": self.identity}
         if self.parallel.strategy == "fsdp":
@@ -244,14 +254,14 @@ class Checkpoints:
         failure = None
         try:
             dcp.save(state, checkpoint_id=part)
-        except Exception as error:      # dcp collects the ranks' errors into one of its own
-            failure = str(error)
+        except dcp.api.CheckpointException as error:        # the ranks' errors, on all of them
+            failure = next(str(reason) for reason, _ in error.failures.values())
         on_rank_0(lambda: self.finish_sharded(path, part, about, failure))
 
     def finish_sharded(self, path, part, about, failure):
         if failure:
             shutil.rmtree(part, ignore_errors=True)
-            raise OSError(failure)
+            raise UserError(f"{path} cannot be written ({failure}); is the disk full or read-only?")
         with written_whole(part / "about.json") as about_part:
             about_part.write_text(json.dumps(about))
         if path.exists():               # one that was not whole, and is now written again
@@ -352,19 +362,6 @@ def refuse_code(path):
         raise pickle.UnpicklingError("more than tensors")
 
 
-def on_rank_0(act):
-    """act() on rank 0 alone. What goes wrong there is raised on every rank, so that none is left waiting."""
-    failure = [None]
-    if dist.get_rank() == 0:
-        try:
-            act()
-        except (OSError, RuntimeError) as error:        # torch.save reports a full disk as a RuntimeError
-            failure = [f"{getattr(error, 'filename', None) or ''} cannot be written: {getattr(error, 'strerror', None) or error}".strip()]
-    dist.broadcast_object_list(failure)
-    if failure[0]:
-        raise UserError(f"{failure[0]}; is the disk full or read-only? the last whole checkpoint is untouched")
-
-
 # --- telling --------------------------------------------------------------------------------------------------------
 
 def say(text):
@@ -374,29 +371,37 @@ def say(text):
 
 
 class Log:
-    """One JSON line a record in log.jsonl, on rank 0; what a resumed run will compute again is dropped from it."""
+    """One JSON line a record in log.jsonl, on rank 0; what a resumed run will compute again is dropped from it.
+
+    A line that cannot be written is noted in failure, for the ranks to agree on: rank 0 must not leave them waiting.
+    """
 
     def __init__(self, path, resumed_at):
-        self.file = None
-        if dist.get_rank() == 0:
-            records = [r for r in read_log(path) if r["step"] <= resumed_at]
-            with written_whole(path) as part:
-                part.write_text("".join(json.dumps(r) + "\n" for r in records))
-            self.file = open(path, "a")
+        self.path, self.file, self.failure = path, None, None
+        on_rank_0(lambda: self.open(resumed_at))
+
+    def open(self, resumed_at):
+        records = [r for r in read_log(self.path) if r["step"] <= resumed_at]
+        with written_whole(self.path) as part:
+            part.write_text("".join(json.dumps(r) + "\n" for r in records))
+        self.file = open(self.path, "a")
 
     def write(self, **record):
-        if self.file:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+        if self.file and not self.failure:
+            try:
+                self.file.write(json.dumps(record) + "\n")
+                self.file.flush()
+            except OSError as error:
+                self.failure = error.strerror
 
 
 def read_log(path):
-    """The records of a log; a line that was cut short is left out."""
+    """The records of a log; a line that was cut short, or is no record, is left out."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-    return records
+    return [r for r in records if isinstance(r, dict) and isinstance(r.get("step"), int)]
 
 
 @dataclass
@@ -431,23 +436,22 @@ class Progress:
                 f"{self.rate_text()}  data wait {wait}")
 
 
-def plan_text(args, model, corpus, forecast, world):
-    """What will run, and budget.py's forecast of it: (seconds or None, GB a device)."""
-    tokens_a_step = args.global_batch * model.config.seq_len
-    total = args.steps * tokens_a_step
-    seconds, memory = forecast
+def plan_text(args, model, corpus, cost, first_step, seconds, world):
+    """What will run, as a text: the model, the batch, the data, and the forecast of time (seconds, or None) and memory."""
+    tokens_a_step, steps = args.global_batch * model.config.seq_len, args.steps - first_step
+    total = steps * tokens_a_step
     time_text = "time n/a (no peak is known for this device)" if seconds is None else f"{duration_text(seconds)} at {CHAPTER_MFU:.0%} MFU"
     return "\n".join((
-        f"model: {model.num_params():,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token",
+        f"model: {cost.n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token",
         f"batch: {tokens_a_step:,} tokens a step = {args.global_batch} sequences of {model.config.seq_len}: micro-batch {args.micro_batch} "
         f"x {args.global_batch // args.micro_batch // world} accumulated x {world} processes ({args.strategy})",
-        f"data: {size_text(total)} tokens in {args.steps:,} steps, {total / len(corpus.train):.1f} times through the training part",
-        f"forecast: {time_text}, {memory:.2f} GB a device (states, activations, logits)"))
+        f"data: {size_text(total)} tokens in {steps:,} steps, {total / len(corpus.train):.1f} times through the training part",
+        f"forecast: {time_text}, {cost.memory(args.strategy == 'fsdp'):.2f} GB a device (states, activations, logits)"))
 
 
 def write_curve(log, path, title):
     """The losses of a log, drawn over its steps."""
-    with plot(path, xlabel="steps", ylabel="loss (nats a token)", title=title) as axes:
+    with plot(path, title, xlabel="steps", ylabel="loss (nats a token)") as axes:
         for key, style in (("loss", "-"), ("val_loss", "o-")):
             points = [(r["step"], r[key]) for r in log if key in r]
             if points:
@@ -463,9 +467,9 @@ def sample(model, data, prompt, device):
     return tokenizer.decode(out[0].tolist())
 
 
-def validate(parallel, corpus, step, log):
+def validate(args, parallel, corpus, step, log):
     """Measure, print and log the loss on the validation part."""
-    nats = evaluate(parallel, corpus.val, parallel.model.config.seq_len)
+    nats = evaluate(parallel, corpus.val, min(EVAL_BATCH, args.micro_batch))
     bits = corpus.bits_per_byte(nats)
     say(f"step {step:5d}  validation loss {nats:.4f}" + (f"  bits per byte {bits:.4f}" if bits is not None else ""))
     log.write(step=step, val_loss=nats, bits_per_byte=bits)
@@ -485,13 +489,18 @@ def noted_signals():
             signal.signal(number, handler)
 
 
-def agree(loss, noted, world, device):
-    """The mean loss over the ranks, and the signal that any of them got (or None): the same answer on all."""
-    sums = torch.tensor([0.0, signal.SIGTERM in noted, signal.SIGINT in noted], dtype=torch.float64, device=device)
+def agree(loss, noted, log, device):
+    """The mean loss over the ranks, and the signal that any of them got (or None): the same answer on all ranks.
+
+    Raises UserError on all of them where rank 0 cannot write the log.
+    """
+    sums = torch.tensor([0.0, signal.SIGTERM in noted, signal.SIGINT in noted, log.failure is not None], dtype=torch.float64, device=device)
     sums[0] = loss
     dist.all_reduce(sums)
-    mean, terminated, interrupted = sums.tolist()
-    return mean / world, signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
+    total, terminated, interrupted, failed = sums.tolist()
+    if failed:
+        raise UserError(f"{log.path} cannot be written ({log.failure or 'on rank 0'}); is the disk full? the last whole checkpoint stays")
+    return total / dist.get_world_size(), signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
 
 
 def train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progress, noted):
@@ -505,11 +514,10 @@ def train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progr
         synchronize(device)
         start, waited = time.perf_counter(), loader.waited
         lr = learning_rate(step, args.steps, args.lr, args.warmup, args.schedule, args.decay)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(optimizer, lr)
         loss = accumulate(parallel, loader, args.global_batch // args.micro_batch // world)
         grad_norm = parallel.clip(args.clip).item()
-        loss, stopped = agree(loss, noted, world, device)
+        loss, stopped = agree(loss, noted, log, device)
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise UserError(f"step {step + 1}: the {what} is {value}; stopped before the update, and the last checkpoint stays. "
@@ -525,7 +533,7 @@ def train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progr
             say(per_line.line(step, lr, grad_norm))
             per_line = replace(progress)
         if step % args.eval_every == 0 or step == args.steps:
-            validate(parallel, corpus, step, log)
+            validate(args, parallel, corpus, step, log)
         if step % args.save_every == 0 or step == last or stopped:
             checkpoints.save(step)
     loader.close()
@@ -534,24 +542,16 @@ def train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progr
 
 def run(args, device):
     """Train as the flags say, in a process group that is joined already; returns the signal that ended it, or None."""
-    started, rank, world = time.perf_counter(), dist.get_rank(), dist.get_world_size()
+    started, world = time.perf_counter(), dist.get_world_size()
     args.micro_batch = micro_batch_size(args.global_batch, world, args.micro_batch)
     corpus = first_on_rank_0(lambda: load_corpus(args.data, args.seq_len))
     config = config_from(args, vocab_size=corpus.vocab_size)
+    say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}")
+    sampled = args.sample and can_sample(args.data, args.sample, config.vocab_size)
     torch.manual_seed(args.seed)        # the same model on every rank
-    model = GPT(config).to(device)
+    model = GPT(config)
     model.recompute = args.recompute
-    flops, n_params = model.flops_per_token(), model.num_params()
-    gpu = find_gpu(device_name(device)) if device.type == "cuda" else None
-    peak = world * gpu.peak("bf16") if gpu and gpu.bf16 else None
-    tokens_a_step = args.global_batch * config.seq_len
-    cost = Run("", n_params, world, config.d_model, config.n_layer, config.seq_len, args.micro_batch,
-               args.steps * tokens_a_step, config.vocab_size)
-    forecast = (SECONDS_PER_HOUR * cost.hours(peak / world) if peak else None, cost.memory(sharded=args.strategy == "fsdp"))
-    say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}\n"
-        + plan_text(args, model, corpus, forecast, world))
-    prompt_fits = args.sample and prompt_ids(args)
-
+    flops, n_params = model.flops_per_token(), model.num_params()           # of all of it: fsdp leaves each rank its shard
     parallel = Parallel(model, args.strategy, device, args.compile)
     optimizer = model.adamw(args.lr, args.weight_decay)
     checkpoints = Checkpoints(args.out, parallel, optimizer, {"data": data_identity(corpus), "global_batch": args.global_batch,
@@ -562,36 +562,46 @@ def run(args, device):
     dist.barrier()                      # every rank has looked before rank 0 writes
     first_step = checkpoints.resume() if args.resume else 0
     log = Log(args.out / "log.jsonl", first_step)
-    progress = Progress(tokens_a_step, flops, peak, device)
+
+    peak, tokens_a_step = datasheet_peak(device, "bf16"), args.global_batch * config.seq_len
+    cost = Run("", n_params, world, config.d_model, config.n_layer, config.seq_len, args.micro_batch, args.steps * tokens_a_step,
+               config.vocab_size, args.recompute)
+    forecast = (args.steps - first_step) * tokens_a_step * flops / (world * peak * CHAPTER_MFU) if peak else None
+    say(plan_text(args, model, corpus, cost, first_step, forecast, world))
+    progress = Progress(tokens_a_step, flops, peak and world * peak, device)
     with noted_signals() as noted:
         step, stopped = train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progress, noted)
     say(f"{'stopped by ' + stopped.name if stopped else 'done'} at step {step}: {duration_text(progress.seconds)} in timed steps of "
-        f"{duration_text(time.perf_counter() - started)} (forecast of the whole run {duration_text(forecast[0])}), "
-        f"{progress.rate_text()} (forecast {forecast[1]:.2f} GB)")
+        f"{duration_text(time.perf_counter() - started)} (forecast of all steps {duration_text(forecast)}), "
+        f"{progress.rate_text()} (forecast {cost.memory(args.strategy == 'fsdp'):.2f} GB)")
     if stopped:
         say(f"saved; go on with --resume --out {args.out}")
         return stopped
-    if rank == 0:
-        records = read_log(args.out / "log.jsonl")
-        write_curve(records, args.out / "loss.png", corpus.name)
-        save_results("train_gpu", {"corpus": corpus.name, "out": str(args.out), "world": world, "params": n_params, "step": step,
-                                   "loss": next((r["loss"] for r in reversed(records) if "loss" in r), None),
-                                   "val_loss": next((r["val_loss"] for r in reversed(records) if "val_loss" in r), None),
-                                   "tokens_per_s": progress.rate(), "peak_memory_gb": peak_memory_gb(device)})
-    if prompt_fits:
+    on_rank_0(lambda: leave_results(args, corpus, log, {"world": world, "params": n_params, "step": step, "tokens_per_s": progress.rate(),
+                                                        "peak_memory_gb": peak_memory_gb(device)}))
+    if sampled:
         say(sample(model, args.data, args.sample, device))
     return None
 
 
-def prompt_ids(args):
+def leave_results(args, corpus, log, measured):
+    """The curve, and the run's figures in runs/train_gpu.json."""
+    records = read_log(log.path)
+    last = {key: next((r[key] for r in reversed(records) if key in r), None) for key in ("loss", "val_loss", "bits_per_byte")}
+    save_results("train_gpu", {"corpus": corpus.name, "out": str(args.out), **last, **measured})
+    write_curve(records, args.out / "loss.png", corpus.name)
+
+
+def can_sample(data, prompt, vocab_size):
     """Whether --sample can be answered at the end: said now, not after the run."""
     try:
-        if load_tokenizer(args.data).encode(args.sample).ids:
-            return True
-        say("--sample: the prompt is empty, so no text will be written")
+        ids = load_tokenizer(data).encode(prompt).ids
+        reason = "the prompt is empty" if not ids else "the tokenizer is not the data's: its ids exceed the vocabulary" if max(ids) >= vocab_size else None
     except UserError as error:
-        say(f"--sample: {error}, so no text will be written")
-    return False
+        reason = error
+    if reason:
+        say(f"--sample: {reason}, so no text will be written")
+    return not reason
 
 
 def parse_args(argv):
@@ -639,21 +649,22 @@ def main(argv=None):
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {args.device}: no CUDA device here; to try it on a CPU: --device cpu")
     device = pick_device(args.device)
+    check_runs()
     if args.compile is None:
         args.compile = device.type == "cuda"
     torch.set_float32_matmul_precision("high")      # TF32: what stays fp32 uses the Tensor Cores too
     keep_memory()
-    device = join_group(device)
     try:
-        stopped = run(args, device)
-    except BaseException as error:
-        if dist.get_world_size() == 1:  # with others, leave at once: they may not come, and to wait for them is to hang
-            dist.destroy_process_group()
-        if isinstance(error, torch.OutOfMemoryError):
-            raise UserError(f"out of GPU memory ({str(error).split('.')[0]}): a smaller --micro-batch, --recompute or "
-                            f"--strategy fsdp would help") from None
-        raise
-    leave_group()
+        with process_group(device) as device:
+            stopped = run(args, device)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"out of GPU memory ({str(error).split('.')[0]}): a smaller --micro-batch, --recompute or "
+                        f"--strategy fsdp would help") from None
+    except Exception as error:
+        reason = None if isinstance(error, OSError) else compile_failure(error)
+        if reason is None:
+            raise
+        raise UserError(f"--compile: {reason}; or go without, --no-compile") from None
     if stopped:
         raise SystemExit(128 + stopped)
 

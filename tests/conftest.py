@@ -65,10 +65,10 @@ def save_tokens(path="tokens.pt", vocab_size=512, n_train=20_000, n_val=4_000, m
     return stored
 
 
-def run_script(script, *args, env=None, timeout=300):
+def run_script(script, *args, env=None, timeout=300, **popen):
     """Run a script as a reader does; returns the finished process, its output as text."""
     return subprocess.run([sys.executable, str(ROOT / script), *map(str, args)], capture_output=True, text=True,
-                          timeout=timeout, env={**os.environ, **(env or {})})
+                          timeout=timeout, env={**os.environ, **(env or {})}, **popen)
 
 
 def assert_one_line(process_or_capture, *words):

@@ -2,17 +2,20 @@
 import json
 import os
 import socket
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import ROOT, assert_one_line, run_script, save_tokens
-from budget import RENDEZVOUS, first_on_rank_0
+from budget import first_on_rank_0
 from ddp_train import main
 from model import GPT, GPTConfig
 
-GROUP = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+GROUP = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 
 
 def check(world):
@@ -49,13 +52,16 @@ def test_any_number_of_processes(world):
     check(world)
 
 
-@pytest.mark.parametrize("left_out", RENDEZVOUS[1:])
-def test_missing_rendezvous_variables(left_out, monkeypatch, refused):
+@pytest.mark.parametrize("changed", [
+    {"WORLD_SIZE": None}, {"MASTER_ADDR": None}, {"MASTER_PORT": None}, {"RANK": ""}, {"RANK": "many"}, {"RANK": "-1"}, {"RANK": "1"},
+    {"WORLD_SIZE": "many"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "-1"}, {"MASTER_PORT": "many"}, {"MASTER_PORT": "70000"},
+    {"LOCAL_WORLD_SIZE": "x"}, {"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_RANK": "-1"}, {"MASTER_ADDR": ""}])
+def test_rendezvous_variables_that_are_missing_or_wrong(changed, monkeypatch, refused):
     save_tokens()
-    for name, value in {**GROUP, "MASTER_PORT": "29400"}.items():
-        if name != left_out:
+    for name, value in {**GROUP, **changed}.items():
+        if value is not None:
             monkeypatch.setenv(name, value)
-    refused(main, words=(left_out, "torchrun"))
+    refused(main, "--timeout", "2", words=(*changed, "torchrun"))
 
 
 def test_a_port_in_use():
@@ -76,15 +82,25 @@ def test_processes_that_do_not_come():
     assert_one_line(done, "are all of them started")
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
-def test_variables_that_are_no_numbers(name):
+def children(pid):
+    return subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+
+
+def test_a_signal_to_it_ends_all_the_processes_it_started():
     save_tokens()
-    assert_one_line(run_script("ddp_train.py", "--timeout", 2, env={**GROUP, "MASTER_PORT": "29400", name: "many"}))
+    process = subprocess.Popen([sys.executable, str(ROOT / "ddp_train.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.time() + 60
+    while len(ranks := children(process.pid)) < 2:
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode != 0 and not [pid for pid in ranks if Path("/proc", pid).exists()]
 
 
 @pytest.mark.parametrize("argv, words", [(["--processes", "0"], "--processes"), (["--data", "no.pt"], "no such file")])
 def test_refusals_come_before_any_process_starts(argv, words, refused, monkeypatch):
-    monkeypatch.setattr("ddp_train.start_processes", lambda *args: pytest.fail("started"))
+    monkeypatch.setattr("ddp_train.become_launcher", lambda *args: pytest.fail("started"))
     refused(main, *argv, words=(words,))
 
 
@@ -99,9 +115,8 @@ def test_rank_0_makes_what_the_others_find(monkeypatch):
 
 @pytest.mark.slow
 def test_the_chapters_line_under_torchrun(novel):
-    import subprocess
-
     import prepare_data
+
     prepare_data.main([str(novel)])
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                            str(ROOT / "ddp_train.py")], capture_output=True, text=True, timeout=300, env=os.environ)

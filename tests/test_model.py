@@ -1,11 +1,22 @@
-"""model.py against closed forms, another implementation of the same network, and PyTorch's own FLOP counter."""
+"""model.py against closed forms, another implementation of the same network, and PyTorch's own FLOP counter; and the
+habits that all scripts share."""
+import argparse
+import importlib
+import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPTConfig, UserError
+import budget
+from conftest import assert_one_line, run_script
+from grad_accum import saved_bytes
+from model import (GPT, GPTConfig, Parser, UserError, add_model_flags, command, config_from, count, duration_text, plot, positive,
+                   save_results, size_text, written_whole)
 
 TINY = GPTConfig(vocab_size=97, n_layer=2, n_head=2, d_model=32, seq_len=16)
 
@@ -197,3 +208,137 @@ def test_sizes_that_do_not_fit(changes, words):
 def test_a_sequence_longer_than_the_context():
     with pytest.raises(UserError, match="17.*16"):
         tiny()(tokens(T=17))
+
+
+# --- the habits all scripts share ------------------------------------------------------------------------------------
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "file"
+    with written_whole(path) as part:
+        part.write_text("old")
+    for fault, refusal in ((KeyError("a bug"), KeyError), (RuntimeError("PytorchStreamWriter failed"), UserError), (KeyboardInterrupt(), KeyboardInterrupt),
+                           (OSError(28, "No space left on device"), UserError), (Exception("No space left on device (os error 28)"), UserError)):
+        with pytest.raises(refusal), written_whole(path) as part:
+            part.write_text("half")
+            part.with_name(part.name + ".tmp").write_text("what a library writes beside")
+            raise fault
+        assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_is_named_before_anything_is(tmp_path):
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "directory").mkdir()
+    for place, words in (("directory", "is a directory"), ("file/deeper", "file/deeper cannot be written"), ("/proc/none", "/proc/none cannot be written")):
+        with pytest.raises(UserError, match=words), written_whole(tmp_path / place) as part:
+            part.write_text("never")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["directory", "file"]
+
+
+def test_results_that_are_not_finite_are_null_and_the_file_is_json():
+    save_results("name", {"rows": [{"loss": math.nan, "mfu": (math.inf, 0.5)}], "none": None})
+    with open("runs/name.json") as f:
+        assert json.load(f, parse_constant=lambda name: pytest.fail(name)) == {"rows": [{"loss": None, "mfu": [None, 0.5]}], "none": None}
+
+
+def test_any_name_can_stand_over_a_plot(capfd):
+    with plot("a.png", "price $5 or $^{6$, 三国演义 \x07", xlabel="x") as axes:
+        axes.plot([1, 2])
+    assert open("a.png", "rb").read(4) == b"\x89PNG" and capfd.readouterr().err == ""
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped():
+    code = "import model; model.command(lambda argv: print('三国', '\\udce9'))([])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stdout.strip() == rb"\u4e09\u56fd \udce9", done.stderr
+
+
+def test_recomputation_keeps_a_fraction_for_the_backward_pass():
+    model = GPT(GPTConfig(vocab_size=64, d_model=32, n_layer=6, n_head=2, seq_len=32))
+    x = torch.zeros((4, 32), dtype=torch.long)
+    kept = saved_bytes(model, x, x)
+    model.recompute = True
+    inputs = 6 * 4 * 4 * 32 * 32        # one a block, 4 bytes a token and unit of width; what the head and the loss need stays
+    assert saved_bytes(model, x, x) + inputs < 0.4 * kept
+
+
+def test_results_replace_each_other():
+    for value in (1, 2):
+        save_results("name", {"value": value})
+    assert json.load(open("runs/name.json")) == {"value": 2} and os.listdir("runs") == ["name.json"]
+
+
+def test_a_runs_that_is_no_directory_is_one_line(tmp_path, refused):
+    (tmp_path / "runs").write_text("a file")
+    refused(budget.main, words=("runs",))
+
+
+@pytest.mark.parametrize("error, status, words", [
+    (UserError("this and\nthat"), 2, "this and that"), (PermissionError(13, "Permission denied", "a/b"), 2, "a/b: Permission denied"),
+    (KeyboardInterrupt(), 130, "interrupted"), (MemoryError(), 2, "out of memory"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "out of memory")])
+def test_what_ends_a_script_in_one_line(error, status, words, capsys):
+    @command
+    def script(argv=None):
+        raise error
+
+    with pytest.raises(SystemExit) as stopped:
+        script([])
+    line = capsys.readouterr().err
+    assert stopped.value.code == status and words in line and line.count("\n") == 1
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    @command
+    def script(argv=None):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        script([])
+
+
+def test_model_flags_make_a_configuration():
+    parser = Parser()
+    add_model_flags(parser)
+    config = config_from(parser.parse_args(["--d-model", "64", "--n-head", "2"]), vocab_size=99)
+    assert (config.d_model, config.n_head, config.n_layer, config.vocab_size) == (64, 2, 4, 99)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1.5x", "", "1e308", "1e-300", "9" * 400])
+def test_positive_numbers(text):
+    for kind in (int, float):
+        with pytest.raises(argparse.ArgumentTypeError, match="positive") as refused:
+            positive(kind)(text)
+        assert len(str(refused.value)) < 120
+    assert positive(int, 10)("10") == 10 and positive(float)("2.5") == 2.5
+
+
+@pytest.mark.parametrize("script, flags", [
+    ("speed", ["--batch", "--steps", "--seq-len", "--d-model", "--n-layer", "--n-head"]), ("grad_accum", ["--parts"]),
+    ("ddp_train", ["--processes", "--timeout"]), ("scaling", ["--steps"]), ("prepare_data", ["--vocab-size"]),
+    ("budget", ["--gpus", "--seq-len", "--micro-batch", "--vocab-size", "--tokens", "--price", "--watts"]),
+    ("train_gpu", ["--steps", "--micro-batch", "--global-batch", "--lr", "--warmup", "--save-every", "--stop-at", "--clip"])])
+def test_numbers_beyond_any_run_are_refused(script, flags, refused):
+    for flag in flags:
+        refused(importlib.import_module(script).main, flag, "9" * 400, words=(flag, "positive"))
+
+
+@pytest.mark.parametrize("script", ["prepare_data.py", "speed.py", "grad_accum.py", "ddp_train.py", "scaling.py", "budget.py", "train_gpu.py"])
+def test_every_script_helps_and_refuses_from_the_shell(script):
+    helped = run_script(script, "--help")
+    assert helped.returncode == 0 and f"python {script}" in helped.stdout
+    assert_one_line(run_script(script, "--nonsense"), script, "--nonsense")
+
+
+@pytest.mark.parametrize("text, value", [("124M", 124e6), ("1.3b", 1.3e9), ("6e9", 6e9), ("2T", 2e12), ("500", 500), ("8K", 8e3)])
+def test_counts(text, value):
+    assert count(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("n, text", [(124e6, "124M"), (1.3e9, "1.3B"), (999, "999"), (1.5e13, "15T"), (619e3, "619K")])
+def test_short_forms(n, text):
+    assert size_text(n) == text
+
+
+@pytest.mark.parametrize("seconds, text", [(0.34, "0.3 seconds"), (119, "119.0 seconds"), (180, "3.0 minutes"), (54000, "15.0 hours"), (None, "n/a")])
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text

@@ -1,6 +1,8 @@
 """prepare_data.py: what it makes of texts, what it reads, and what it refuses."""
 import math
+import os
 import pickle
+import resource
 
 import pytest
 import torch
@@ -117,7 +119,7 @@ def test_encodings_line_ends_and_byte_order_marks():
     text = chinese_text()
     expected = prepare(text, name="a.txt")
     for flags, form, encoding in ((("--encoding", "gb18030"), text, "gb18030"), ((), text.replace("\n", "\r\n"), "utf-8"),
-                                  ((), text, "utf-8-sig")):
+                                  ((), text, "utf-8-sig"), (("--encoding", "utf_8"), text, "utf-8-sig"), (("--encoding", "UTF8"), text, "utf-8-sig")):
         stored = prepare(form, *flags, name="b.txt", encoding=encoding)
         assert all(torch.equal(stored[split], expected[split]) for split in ("train", "val"))
 
@@ -165,7 +167,7 @@ def test_what_answers_in_the_novels_place_is_not_taken_for_it(monkeypatch, tmp_p
     assert not prepare_data.NOVEL_FILE.exists()
     (tmp_path / "novel.html").write_text(chinese_text(), encoding="utf-8")
     monkeypatch.setattr(prepare_data, "NOVEL_URL", (tmp_path / "novel.html").as_uri())
-    prepare_data.fetch_novel()
+    assert prepare_default()["meta"]["documents"] == {"train": 18, "val": 2}
     assert prepare_data.NOVEL_FILE.read_text(encoding="utf-8") == chinese_text()
     assert not list(tmp_path.glob("*.part"))
 
@@ -178,9 +180,9 @@ def test_an_earlier_chapters_token_file_works_unchanged():
     assert corpus.vocab_size == 8192 and corpus.bits_per_byte(6.0) is None and "no meta" in str(corpus)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64])
 def test_every_integer_type_is_read(dtype):
-    ids = torch.arange(200).to(dtype)
+    ids = torch.arange(120).to(dtype)
     torch.save({"train": ids, "val": ids}, "tokens.pt")
     x, y = sample_batch(load_corpus(seq_len=16).train, 16, 2, torch.Generator().manual_seed(0))
     assert torch.equal(x + 1, y)
@@ -209,6 +211,9 @@ def test_code_in_a_token_file_is_refused_not_run(write, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+META = {"corpus": "test", "vocab_size": 99, "bytes_per_token": {"train": 4.0, "val": 4.0}}
+
+
 @pytest.mark.parametrize("stored, words", [
     ({"train": torch.ones(300).short()}, "no train and val"), ([1, 2], "no train and val"),
     ({"train": torch.ones(300), "val": torch.ones(300)}, "not a list of token ids"),
@@ -216,7 +221,15 @@ def test_code_in_a_token_file_is_refused_not_run(write, tmp_path):
     ({"train": torch.ones(30, 10).short(), "val": torch.ones(300).short()}, "not a list of token ids"),
     ({"train": torch.ones(0).short(), "val": torch.ones(300).short()}, "empty"),
     ({"train": torch.ones(300).short(), "val": torch.ones(300).short(), "meta": 7}, "meta"),
-    ({"train": torch.ones(300).short(), "val": torch.ones(300).short(), "meta": {"vocab_size": "many"}}, "meta"),
+    *(({"train": torch.ones(300).short(), "val": torch.ones(300).short(), "meta": {**META, **changed}}, "meta") for changed in (
+        {"vocab_size": "many"}, {"vocab_size": None}, {"vocab_size": math.inf}, {"vocab_size": 1e15}, {"vocab_size": 0}, {"vocab_size": True},
+        {"vocab_size": torch.tensor(99)}, {"vocab_size": 10 ** 30}, {"corpus": 7}, {"corpus": None}, {"corpus": "two\nlines"}, {"corpus": "\x1b[2J"},
+        {"corpus": "half a \udce9"}, {"bytes_per_token": 4.0}, {"bytes_per_token": {"train": 4.0}}, *(
+            {"bytes_per_token": {"train": 4.0, "val": ratio}} for ratio in (0, -1.0, math.nan, math.inf, 1e300, "4", None, torch.tensor(4.0))))),
+    *(({"train": strange, "val": torch.ones(300).short()}, "not a list of token ids") for strange in (
+        torch.ones(300, dtype=torch.complex64), torch.ones(300, dtype=torch.uint64), torch.ones(300, dtype=torch.bool), torch.ones(300).half(),
+        torch.ones(300).short().to_sparse(), torch.tensor(3), torch.ones(300, dtype=torch.long, device="meta"),
+        torch.ones(1).short().expand(300), "text", None)),
     ({"train": torch.full((300,), -5).short(), "val": torch.ones(300).short()}, "wrap in int16"),
     ({"train": torch.full((300,), 8192).short(), "val": torch.ones(300).short()}, "beyond the vocabulary"),
     ({"train": torch.ones(300).short(), "val": torch.ones(129).short()}, "a context of 128 needs 130")])
@@ -224,6 +237,15 @@ def test_token_files_that_do_not_hold_what_they_should(stored, words):
     torch.save(stored, "tokens.pt")
     with pytest.raises(UserError, match=words):
         load_corpus(seq_len=128)
+
+
+@pytest.mark.filterwarnings("ignore")       # torch advises against making these
+@pytest.mark.parametrize("make", [lambda: torch.quantize_per_tensor(torch.ones(300), 0.1, 0, torch.quint8),
+                                  lambda: torch.nested.nested_tensor([torch.ones(30), torch.ones(20)])])
+def test_tensors_of_other_kinds_are_no_token_ids(make):
+    torch.save({"train": make(), "val": torch.ones(300).short()}, "tokens.pt")
+    with pytest.raises(UserError, match="not a (list of token ids|token file)"):
+        load_corpus()
 
 
 def test_ids_at_the_vocabulary_are_refused_and_below_it_not():
@@ -254,8 +276,54 @@ def test_texts_and_flags_that_are_refused(content, flags, words, refused, tmp_pa
     assert {p.name for p in tmp_path.iterdir()} <= {"text.txt"}         # nothing half-written
 
 
-def test_a_directory_is_no_text(refused, tmp_path):
-    refused(main, tmp_path, words=("a directory",))
+def test_what_is_no_file(refused, tmp_path):
+    os.mkfifo("pipe")
+    for place, words in ((tmp_path, "a directory"), ("pipe", "a device or a pipe"), ("/dev/zero", "a device or a pipe"), ("none", "no such file")):
+        refused(main, place, words=(words,))
+        with pytest.raises(UserError, match=words):
+            load_corpus(place)
+
+
+def test_a_token_file_cut_short_at_any_place_is_named():
+    save_tokens()
+    whole = open("tokens.pt", "rb").read()
+    for size in (*range(0, 400, 37), len(whole) // 2, len(whole) - 5000, len(whole) - 1):
+        with open("tokens.pt", "wb") as f:
+            f.write(whole[:size])
+        with pytest.raises(UserError, match="tokens.pt: not a token file"):
+            load_corpus()
+
+
+@pytest.mark.parametrize("encoding, content", [("utf-7", b"+2AA-" * 300), ("utf-16", b"\xff\xfe\x00\xd8a\x00" * 300), ("hex", b"00" * 300),
+                                               ("undefined", b"text" * 300)], ids=lambda value: str(value)[:12])
+def test_encodings_that_do_not_give_text(encoding, content, refused):
+    with open("text.txt", "wb") as f:
+        f.write(content)
+    refused(main, "text.txt", "--encoding", encoding, words=(encoding,))
+
+
+@pytest.mark.parametrize("limit, words", [(1000, "tokenizer.json cannot be written"), (30_000, "tokens.pt cannot be written")])
+def test_a_full_disk_leaves_nothing(limit, words, tmp_path):
+    """A limit on the size of files fails a write as a full disk does, in the library that makes it."""
+    (tmp_path / "text.txt").write_text(english_text(400))
+    done = run_script("prepare_data.py", "text.txt", "--vocab-size", "300",
+                      preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert_one_line(done, words)
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_directory_in_a_files_place_is_refused_before_anything_is_written(refused, tmp_path):
+    (tmp_path / "text.txt").write_text(english_text())
+    for name in ("tokenizer.json", "tokens.pt"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        refused(main, "text.txt", "--out", "out", "--force", words=(name, "directory"))
+        assert [p.name for p in (tmp_path / "out").iterdir()] == [name]
+        (tmp_path / "out" / name).rmdir()
+
+
+def test_a_files_name_is_printed_as_one_line():
+    stored = prepare(english_text(), name="two\nlines.txt")
+    assert stored["meta"]["corpus"] == "two?lines.txt" == load_corpus().name
 
 
 @pytest.mark.parametrize("theirs", ["tokens.pt", "tokenizer.json"])

@@ -87,6 +87,16 @@ def test_lr_marks_the_best_and_says_when_it_is_at_the_edge(small, capsys):
         assert min(rows[i:i + 3], key=lambda row: row["val_loss"][-1])["lr"] == 3e-3
 
 
+def test_a_rate_that_diverges_is_not_the_best(small, capsys, monkeypatch):
+    monkeypatch.setattr(scaling, "WARMUP", 1)
+    main(["lr", "--steps", "8", "--rates", "1e18", "1e-3"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "nan" in line]
+    assert len(lines) == 2 and all("*" in line.split("nan")[0] and "0.001, at the sweep's edge" in line for line in lines)
+    main(["lr", "--steps", "8", "--rates", "1e18"])
+    assert capsys.readouterr().out.count("none: no loss is finite") == 2
+    assert json.load(open("runs/scaling-lr.json"))["rows"][0]["train_loss"] is None
+
+
 def test_a_token_file_of_the_earlier_chapters(small, capsys):
     save_tokens(vocab_size=8192, meta=False, n_train=3000, n_val=600)
     main(["--steps", "4"])

@@ -4,11 +4,12 @@ import json
 import pytest
 import torch
 
+import budget
 import speed
-from budget import find_gpu
+from budget import compile_failure, datasheet_peak, find_gpu
 from conftest import run_script, save_tokens
 from model import GPTConfig
-from speed import compile_failure, datasheet_peak, main, measured_peak, new_row, new_step, step_seconds, why_bf16
+from speed import main, measured_peak, new_row, new_step, step_seconds, why_bf16
 
 SMALL = ("--d-model", "32", "--n-layer", "1", "--n-head", "2", "--seq-len", "16", "--batch", "2", "--steps", "2")
 
@@ -74,10 +75,10 @@ def test_every_row_starts_from_the_same_model_and_learns(monkeypatch):
 
 def test_an_unknown_device_has_no_mfu_and_a_known_one_its_datasheets(monkeypatch, capsys):
     assert datasheet_peak(torch.device("cpu"), "bf16") is None
-    monkeypatch.setattr(speed, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(budget, "device_name", lambda device: "NVIDIA H200")
     assert datasheet_peak(torch.device("cuda", 0), "bf16") == 989e12
     assert datasheet_peak(torch.device("cuda", 0), "fp32") == find_gpu("h200").fp32 * 1e12
-    monkeypatch.setattr(speed, "device_name", lambda device: "NVIDIA H2000")
+    monkeypatch.setattr(budget, "device_name", lambda device: "NVIDIA H2000")
     assert datasheet_peak(torch.device("cuda", 0), "bf16") is None
     row = new_row("fp32", 0.1, dict.fromkeys(speed.PHASES, 0.03), 1e6, 10, None)
     speed.print_row(row)
@@ -108,6 +109,17 @@ def test_without_a_compiler_the_other_rows_run(tmp_path):
     results = json.load(open("runs/speed.json"))
     assert [row["name"] for row in results["rows"]] == ["fp32", "bf16 autocast"]
     assert "C++ compiler" in results["skipped"]["fp32 + torch.compile"] and "not measured" in done.stdout
+
+
+def test_with_a_compile_cache_that_cannot_be_written_the_other_rows_run(monkeypatch, capsys):
+    def refuse(model):
+        raise PermissionError(13, "Permission denied", "cache")
+
+    save_tokens()
+    monkeypatch.setattr(torch, "compile", refuse)
+    main([*SMALL])
+    assert "fp32 + torch.compile  not measured: its cache cannot be used" in capsys.readouterr().out
+    assert len(json.load(open("runs/speed.json"))["rows"]) == 2
 
 
 def test_a_fault_that_is_not_the_compilers_is_not_taken_for_it():
