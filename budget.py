@@ -3,15 +3,18 @@
     python budget.py                                          the chapter's three models on H100s
     python budget.py --params 1.3B --gpus 8 --gpu a100-80gb --price 2
     python budget.py --d-model 2048 --n-layer 24 --n-head 16 --seq-len 2048 --micro-batch 8 --gpus 8
+    python budget.py --depth 18 20 22                         the report's model and its neighbours, on its two GPUs
 
 It takes two seconds and trains nothing. The chapter finds 1.3 hours for a GPT-2 of 124M on one H100, 17.8 hours for
-1.3B on eight, and for 7B on 64 GPUs model states of 112 GB, which no single one holds.
+1.3B on eight, and for 7B on 64 GPUs model states of 112 GB, which no single one holds. The report trains its depth 20
+on 6.0B tokens in 15.0 hours at 111,000 tokens/s, which is 188 TFLOP/s a GPU and 9 kWh.
 
 This is also the one place with hardware facts: the table of GPUs, and how a script here meets its machine.
 """
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import platform
 import sys
@@ -29,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from model import GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, count, positive, save_results, size_text
+from model import GPT, GPT2_VOCAB, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, count, positive, save_results, size_text
 
 TERA, GIGA = 1e12, 1e9
 SECONDS_PER_HOUR = 3600
@@ -40,7 +43,10 @@ TOKENS_PER_PARAM = 20                   # Hoffmann and others 2022, arXiv:2203.1
 STATE_BYTES = 16                        # a parameter: bf16 weight 2 and gradient 2; fp32 master weight, Adam's m and v, 12
 ACTIVATION_BYTES = 34                   # a layer, token and unit of width, no attention scores kept: arXiv:2205.05198
 LOGIT_BYTES = 2 + 4 + 4                 # a logit: bf16 from the matrix product, its fp32 copy for the loss, the gradient
-GPT2_VOCAB = 50_304                     # GPT-2's 50,257 tokens, padded to a multiple of 128
+PADDED_GPT2_VOCAB = 50_304              # GPT-2's 50,257 tokens, padded to a multiple of 128
+# The report's run: its two cards, what it measured on each, its batch, data, power, and the largest of its small runs.
+REPORT_GPU, REPORT_GPUS, REPORT_TFLOPS = "rtx-pro-6000-max-q", 2, 188
+REPORT_TOKENS, REPORT_TOKENS_A_STEP, REPORT_MICRO_BATCH, REPORT_SWEEP = 6e9, 524_288, 16, 1e18
 
 
 # --- GPUs -----------------------------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ class Run:
     seq_len: int = 1024
     micro_batch: int = 8
     n_tokens: float | None = None       # None: 20 a parameter
-    vocab_size: int = GPT2_VOCAB
+    vocab_size: int = PADDED_GPT2_VOCAB
     recompute: bool = False             # each block's input is kept alone, and one block's inside made again at a time
 
     @property
@@ -212,7 +218,9 @@ def print_table(runs, peak, mfu):
 def fit_text(run, gpu):
     """Whether the run fits on its GPUs, how, and what the activation formula leaves out."""
     if not run.has_shape:
-        return f"model states {'fit' if run.states() <= gpu.memory_gb else 'do not fit'} one {gpu.name} of {gpu.memory_gb:g} GB"
+        fit = next((how for how, sharded in (("fit with DDP", False), (f"need FSDP ({run.states(True):.1f} GB each)", True))
+                    if run.states(sharded) <= gpu.memory_gb), "do not fit, also sharded: it takes more GPUs")
+        return f"the model states, {run.states():.1f} GB, {fit}; {gpu.memory_gb:g} GB a GPU"
     strategy = run.strategy(gpu.memory_gb)
     if strategy is None:
         advice = "does not fit: a smaller micro-batch, recomputation, or more GPUs and FSDP"
@@ -234,6 +242,45 @@ def cost_text(run, hours, watts, price):
     return text + (f", cost {gpu_hours * price:,.2f} at {price:g} a GPU-hour" if price else "")
 
 
+def report_row(depth, tokens, gpus, rate, watts, kwh_price, sweep):
+    """The report's quantities for one depth, by the names they are printed under. tokens None: the report's number of
+    whole steps; rate in tokens/s, None: what the report's FLOP/s a GPU give."""
+    config = GPTConfig.from_depth(depth)
+    with torch.device("meta"):          # counted, not allocated
+        model = GPT(config)
+    flops, n = model.flops_per_token(), model.num_compute_params()
+    steps = int((tokens or REPORT_TOKENS) // REPORT_TOKENS_A_STEP)
+    tokens = steps * REPORT_TOKENS_A_STEP
+    rate = rate or REPORT_TFLOPS * TERA * gpus / flops
+    hours = tokens / rate / SECONDS_PER_HOUR
+    kwh = gpus * watts * hours / 1000
+    return {"layers": depth, "width": config.d_model, "heads": config.n_head, "blocks": sum(p.numel() for p in model.blocks.parameters()),
+            "each embedding": model.embedding.weight.numel(), "N": n, "total": model.num_params(), "FLOPs a token": flops,
+            "tokens a step": REPORT_TOKENS_A_STEP, "steps": steps, "tokens": tokens, "tokens a parameter": tokens / n,
+            "FLOPs": flops * tokens, "times the sweep": flops * tokens / sweep, "tokens/s": rate, "hours": hours,
+            "TFLOP/s a GPU": flops * rate / gpus / TERA, "kWh": kwh, "price of it": kwh_price and kwh * kwh_price}
+
+
+REPORT_FORMATS = {"blocks": "{:,.1f}M", "each embedding": "{:,.1f}M", "N": "{:,.1f}M", "total": "{:,.1f}M", "FLOPs a token": "{:.3e}",
+                  "FLOPs": "{:.2e}", "tokens": "{:,}", "tokens a parameter": "{:.1f}", "times the sweep": "{:.1f}", "tokens/s": "{:,.0f}",
+                  "hours": "{:.1f}", "TFLOP/s a GPU": "{:.1f}", "kWh": "{:.1f}", "price of it": "{:.2f}"}
+
+
+def print_report(rows):
+    """The rows side by side, a line a quantity."""
+    for name in rows[0]:
+        values = [row[name] / 1e6 if "M" in REPORT_FORMATS.get(name, "") else row[name] for row in rows]
+        if None not in values:
+            print(f"{name:<18s}  " + "  ".join(f"{REPORT_FORMATS.get(name, '{:,}').format(value):>14s}" for value in values))
+
+
+def losses_text(nats, bytes_per_token):
+    """A loss in nats a token as bits a byte, and what guessing evenly among GPT-2's tokens would give."""
+    bits = nats / math.log(2) / bytes_per_token
+    return (f"{nats:g} nats a token at {bytes_per_token:g} bytes a token: {bits:.4f} bits a byte; guessing evenly among "
+            f"{GPT2_VOCAB:,} tokens: {math.log2(GPT2_VOCAB) / bytes_per_token:.1f}")
+
+
 # --- how a script meets its machine ---------------------------------------------------------------------------------
 
 def pick_device(name):
@@ -245,7 +292,7 @@ def pick_device(name):
     if not device or device.type not in ("cpu", "cuda"):
         raise UserError(f"--device {name}: no such device; these scripts run on cpu and cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu")
+        raise UserError(f"--device {name}: {torch.cuda.device_count() or 'no'} CUDA device here; to try it on a CPU: --device cpu")
     return device
 
 
@@ -316,11 +363,16 @@ def keep_memory():
 
 # --- several processes ----------------------------------------------------------------------------------------------
 
+def launched():
+    """Whether this process is one of several that something started: torchrun sets all of these."""
+    return any(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+
+
 def from_launcher(name, least, most=1 << 20, default=None):
     """A whole number that torchrun puts into the environment. Raises UserError where it is none, or out of bounds."""
     text = os.environ.get(name, default)
     if text is None or not text.isdecimal() or not least <= int(text) <= most:
-        raise UserError(f"RANK is set, and {name} is {'missing' if text is None else repr(text)}; start with torchrun, which sets them all")
+        raise UserError(f"one of several processes, but {name} is {'missing' if text is None else repr(text)}; start with torchrun, which sets it")
     return int(text)
 
 
@@ -357,7 +409,7 @@ def join_group(device=None, timeout=600):
 
     Raises UserError for incomplete variables, a taken port, too few GPUs, or others that do not come within timeout s.
     """
-    alone = "RANK" not in os.environ
+    alone = not launched()
     if not alone:
         world = from_launcher("WORLD_SIZE", 1)
         from_launcher("RANK", 0, world - 1)
@@ -365,7 +417,7 @@ def join_group(device=None, timeout=600):
         local_rank = from_launcher("LOCAL_RANK", 0, local_world - 1, default="0")
         where = f"{os.environ.get('MASTER_ADDR', '')}:{from_launcher('MASTER_PORT', 1, 65535)}"
         if where.startswith(":"):
-            raise UserError("RANK is set, and MASTER_ADDR is missing; start with torchrun, which sets them all")
+            raise UserError("one of several processes, but MASTER_ADDR is missing; start with torchrun, which sets it")
         device = device or torch.device("cuda" if local_world <= torch.cuda.device_count() else "cpu")
         if device.type == "cuda" and torch.cuda.device_count() < local_world:
             raise UserError(f"{local_world} processes for {torch.cuda.device_count()} GPUs; start one process a GPU")
@@ -434,7 +486,7 @@ def first_on_rank_0(make):
 
 def data_parallel(model, device):
     """The model under DistributedDataParallel, which averages gradients over the ranks in the backward pass."""
-    return DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+    return DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -443,17 +495,34 @@ def parse_args(argv):
     parser = Parser(description=__doc__)
     parser.add_argument("--params", type=count, metavar="N", help="parameters, e.g. 124M or 1.3e9 (default: the chapter's three models)")
     add_model_flags(parser, default=None)
-    parser.add_argument("--vocab-size", type=positive(int), metavar="N", help=f"tokens in the vocabulary (default: {GPT2_VOCAB})")
+    parser.add_argument("--vocab-size", type=positive(int), metavar="N", help=f"tokens in the vocabulary (default: {PADDED_GPT2_VOCAB})")
     parser.add_argument("--micro-batch", type=positive(int), metavar="N", help="sequences a GPU holds at once (default: 8)")
     data = parser.add_mutually_exclusive_group()
     data.add_argument("--tokens", type=count, metavar="N", help="training tokens, e.g. 6B")
     data.add_argument("--tokens-per-param", type=positive(float), metavar="X", help=f"(default: {TOKENS_PER_PARAM})")
-    parser.add_argument("--gpus", type=positive(int), metavar="N", help="how many (default: 1)")
-    parser.add_argument("--gpu", default="h100", metavar="NAME", help="exact device name or alias (default: h100)")
-    parser.add_argument("--mfu", type=positive(float), default=CHAPTER_MFU, metavar="X", help="model FLOPs utilization, a share (default: 0.4)")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument("--gpus", type=positive(int), metavar="N", help="how many (default: 1; with --depth 2)")
+    parser.add_argument("--gpu", metavar="NAME", help="exact device name or alias (default: h100; with --depth the report's)")
+    parser.add_argument("--mfu", type=positive(float), metavar="X", help=f"model FLOPs utilization, a share (default: {CHAPTER_MFU})")
     parser.add_argument("--price", type=positive(float), metavar="X", help="of one GPU for one hour, in any currency")
     parser.add_argument("--watts", type=positive(float), metavar="X", help="of one GPU (default: its board power)")
-    return parser.parse_args(argv)
+    report = parser.add_argument_group("the report's family")
+    report.add_argument("--depth", type=positive(int, 1000), nargs="+", metavar="D", help="depths, side by side; the report's is 20")
+    report.add_argument("--measured-tokens-per-s", type=positive(float), metavar="X", help=f"of one depth, on all GPUs (default: what {REPORT_TFLOPS} TFLOP/s a GPU give)")
+    report.add_argument("--kwh-price", type=positive(float), metavar="X", help="of a kWh, in any currency")
+    report.add_argument("--sweep", type=positive(float), default=REPORT_SWEEP, metavar="C", help="FLOPs to compare with (default: 1e18)")
+    report.add_argument("--loss", type=positive(float), metavar="X", help="in nats a token: also print it in bits a byte")
+    report.add_argument("--bytes-per-token", type=positive(float), default=4.62, metavar="X", help="of the text (default: 4.62)")
+    args = parser.parse_args(argv)
+    if args.mfu is not None and args.mfu > 1:
+        raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of the peak")
+    about_a_model = ("params", "d_model", "n_layer", "n_head", "vocab_size", "tokens_per_param", "micro_batch", "seq_len")
+    if args.depth and (given := [name for name in about_a_model if getattr(args, name) is not None]):
+        raise UserError(f"--depth sets the model and its batch; leave out --{given[0].replace('_', '-')}")
+    if args.measured_tokens_per_s and len(args.depth or ()) != 1:
+        raise UserError("--measured-tokens-per-s is one depth's: give --depth with one number")
+    args.any_run = any(getattr(args, name) is not None for name in (*about_a_model, "tokens", "gpus"))
+    return args
 
 
 def run_from(args):
@@ -462,7 +531,7 @@ def run_from(args):
         raise UserError("a model's size takes both --d-model and --n-layer")
     if args.d_model:
         # One head where none is said: the parameters are the same for any number of them.
-        config = GPTConfig(d_model=args.d_model, n_layer=args.n_layer, n_head=args.n_head or 1, vocab_size=args.vocab_size or GPT2_VOCAB)
+        config = GPTConfig(d_model=args.d_model, n_layer=args.n_layer, n_head=args.n_head or 1, vocab_size=args.vocab_size or PADDED_GPT2_VOCAB)
     given = {name: getattr(args, name) for name in ("d_model", "n_layer", "seq_len", "micro_batch", "vocab_size", "gpus")
              if getattr(args, name) is not None}
     n_params = args.params
@@ -472,31 +541,65 @@ def run_from(args):
         with torch.device("meta"):      # counted, not allocated
             n_params = GPT(config).num_params()
     n_tokens = args.tokens or (args.tokens_per_param and args.tokens_per_param * n_params)
-    return Run(size_text(n_params), n_params, n_tokens=n_tokens, **given)
+    return Run(size_text(n_params), n_params, n_tokens=n_tokens, recompute=args.recompute, **given)
+
+
+def chosen_gpu(args):
+    """The GPU of the flags. Raises UserError where the table has none of that name."""
+    name = args.gpu or (REPORT_GPU if args.depth else "h100")
+    gpu = find_gpu(name)
+    if gpu is None:
+        raise UserError(f"--gpu {name}: not in the table, which knows {', '.join(g.aliases[0] for g in GPUS)} and exact device names")
+    return gpu
+
+
+def print_depths(args, gpu, peak):
+    """The report's table for --depth; returns its rows."""
+    gpus, rows = args.gpus or REPORT_GPUS, []
+    for depth in args.depth:
+        config = GPTConfig.from_depth(depth)
+        with torch.device("meta"):
+            flops = GPT(config).flops_per_token()
+        rate = args.measured_tokens_per_s or (args.mfu and gpus * peak * args.mfu / flops)
+        rows.append(report_row(depth, args.tokens, gpus, rate, args.watts or gpu.watts, args.kwh_price, args.sweep))
+    print_report(rows)
+    for row in rows:
+        run = Run(f"depth {row['layers']}", row["total"], gpus, row["width"], row["layers"], 2048, REPORT_MICRO_BATCH, row["tokens"],
+                  recompute=args.recompute)
+        print(f"{run.name}: {fit_text(run, gpu)}; MFU {row['TFLOP/s a GPU'] * TERA / peak:.0%}")
+    return rows
+
+
+def print_runs(args, gpu, peak):
+    """The chapter's table, of its three runs or of the one that the flags describe; returns its rows."""
+    runs, mfu = [run_from(args)] if args.any_run else CHAPTER_RUNS, args.mfu or CHAPTER_MFU
+    watts = args.watts or gpu.watts
+    print_table(runs, peak, mfu)
+    rows = []
+    for r in runs:
+        hours, strategy = r.hours(peak, mfu), r.strategy(gpu.memory_gb) if r.has_shape else None
+        print(f"{r.name}: {fit_text(r, gpu)}")
+        print(f"{r.name}: {cost_text(r, hours, watts, args.price)}")
+        rows.append({"name": r.name, "params": r.n_params, "tokens": r.tokens, "flops": r.flops, "gpus": r.gpus, "hours": hours, "mfu": mfu,
+                     "gpu_hours": hours * r.gpus, "kwh": hours * r.gpus * watts / 1000, "cost": args.price and hours * r.gpus * args.price,
+                     "states_ddp_gb": r.states(), "states_fsdp_gb": r.states(sharded=True), "strategy": strategy,
+                     "activations_gb": r.activations if r.has_shape else None,
+                     "left_out_gb": r.left_out(strategy != "ddp") if r.has_shape else None,
+                     "memory_gb": r.memory(strategy != "ddp") if r.has_shape else None})
+    return rows
 
 
 @command
 def main(argv=None):
     args = parse_args(argv)
     check_runs()
-    if args.mfu > 1:
-        raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of the peak")
-    gpu = find_gpu(args.gpu)
-    if gpu is None:
-        raise UserError(f"--gpu {args.gpu}: not in the table, which knows {', '.join(g.aliases[0] for g in GPUS)} and exact device names")
+    gpu = chosen_gpu(args)
     peak = gpu.peak("bf16") or gpu.peak("fp16")     # Tensor Cores before Ampere have fp16 alone
-    about_a_model = ("params", "d_model", "n_layer", "n_head", "seq_len", "vocab_size", "micro_batch", "tokens", "tokens_per_param", "gpus")
-    runs = [run_from(args)] if any(getattr(args, name) is not None for name in about_a_model) else CHAPTER_RUNS
     print(f"{gpu.name}: {peak / TERA:g} dense {'bf16' if gpu.bf16 else 'fp16'} TFLOP/s, {gpu.memory_gb:g} GB, {gpu.watts:g} W")
-    print_table(runs, peak, args.mfu)
-    for run in runs:
-        print(f"{run.name}: {fit_text(run, gpu)}")
-        print(f"{run.name}: {cost_text(run, run.hours(peak, args.mfu), args.watts or gpu.watts, args.price)}")
-    save_results("budget", {"gpu": gpu.name, "peak": peak, "mfu": args.mfu, "rows": [
-        {"name": r.name, "params": r.n_params, "tokens": r.tokens, "flops": r.flops, "gpus": r.gpus, "hours": r.hours(peak, args.mfu),
-         "states_ddp_gb": r.states(), "states_fsdp_gb": r.states(sharded=True),
-         "activations_gb": r.activations if r.has_shape else None, "left_out_gb": r.left_out() if r.has_shape else None,
-         "strategy": r.strategy(gpu.memory_gb) if r.has_shape else None} for r in runs]})
+    rows = (print_depths if args.depth else print_runs)(args, gpu, peak)
+    if args.loss:
+        print(losses_text(args.loss, args.bytes_per_token))
+    save_results("budget", {"gpu": gpu.name, "peak": peak, "rows": rows})
 
 
 if __name__ == "__main__":

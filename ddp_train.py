@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 
-from budget import cpu_count, data_parallel, first_on_rank_0, machine, on_rank_0, process_group
+from budget import cpu_count, data_parallel, first_on_rank_0, launched, machine, on_rank_0, process_group
 
 import torch
 import torch.distributed as dist
@@ -163,7 +163,7 @@ def main(argv=None):
                         help="seconds to wait for the other processes (default: 120)")
     args = parser.parse_args(argv)
     check_runs()
-    if "RANK" not in os.environ:
+    if not launched():
         load_corpus(args.data, SEQ_LEN)     # what is wrong with it is said once, here
         become_launcher(argv, args.processes)
     with process_group(timeout=args.timeout) as device:

@@ -119,7 +119,7 @@ def measure_unequal(config, x, y, valid):
 
 
 def measure_batch_norm(config, x, y, parts):
-    """The difference that 8 parts make to a model that normalises across the samples of a batch."""
+    """The difference that so many parts make to a model that normalises across the samples of a batch."""
     model = new_model(config, batch_norm=True)
     whole = accumulate(model, [(x, y)], [1.0])
     summed = accumulate(model, split(x, y, parts), [1 / parts] * parts)

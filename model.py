@@ -1,7 +1,7 @@
 """The GPT that every script in this collection shares.
 
-A decoder-only transformer: pre-norm blocks, RMSNorm, rotary embedding, causal attention, SwiGLU,
-the output matrix tied to the embedding. The defaults are the chapter's model, 1,803,392 parameters.
+A decoder-only transformer: pre-norm blocks, RMSNorm, rotary embedding, causal attention. The defaults are the chapter's
+model: SwiGLU, the output matrix tied to the embedding, 1,803,392 parameters. GPTConfig.from_depth(20) is the report's.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig())
@@ -24,12 +24,16 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 INIT_STD = 0.02
+EMBEDDING_STD, HEAD_STD = 1.0, 0.001    # of the report's family, after nanochat's gpt.py
+GPT2_VOCAB = 50_257
 NORM_EPS = torch.finfo(torch.float32).eps
 ADAM_BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
+EMBEDDING_LR = 3e-3                     # of AdamW beside Muon
 RUNS = Path("runs")                     # where scripts leave their results
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "Storage size calculation overflowed")     # as torch says it
 
@@ -40,7 +44,7 @@ class UserError(ValueError):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT, in the field's own names. Raises UserError where they do not fit together."""
+    """Sizes and parts of a GPT, in the field's own names. Raises UserError where they do not fit together."""
 
     vocab_size: int = 8192
     n_layer: int = 4
@@ -48,12 +52,20 @@ class GPTConfig:
     d_model: int = 128
     seq_len: int = 128          # the longest context, in tokens
     rope_base: float = 10000.0
+    vocab_multiple: int = 1     # the embeddings have vocab_size rows, rounded up to a multiple of this
+    mlp: str = "swiglu"         # or "relu2", squared ReLU
+    gains: bool = True          # whether RMSNorm learns a gain
+    qk_norm: bool = False       # whether queries and keys are normalised
+    tied: bool = True           # whether the output matrix is the embedding
+    zero_init: bool = False     # whether a block starts as the identity; else as GPT-2's
 
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0:
+            if not isinstance(value, (str, bool)) and not value > 0:
                 raise UserError(f"{field.name} is {value}; it has to be positive")
+        if self.mlp not in MLPS:
+            raise UserError(f"mlp is {self.mlp}; it is one of {', '.join(MLPS)}")
         if self.d_model % self.n_head:
             raise UserError(f"n_head {self.n_head} does not divide d_model {self.d_model}; "
                             f"choose a width that is a multiple of the number of heads")
@@ -61,15 +73,29 @@ class GPTConfig:
             raise UserError(f"d_model {self.d_model} over n_head {self.n_head} gives heads of size {self.head_dim}; "
                             f"rotary embedding pairs dimensions, so choose an even head size")
 
+    @classmethod
+    def from_depth(cls, depth, vocab_size=GPT2_VOCAB, seq_len=2048):
+        """The report's family, which one number sizes: width 64 depth, rounded up to a multiple of 128, heads of 128."""
+        width = -(-64 * depth // 128) * 128
+        return cls(vocab_size, depth, width // 128, width, seq_len, **REPORT_FAMILY)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embeddings: matrix products like round sizes."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
     @property
     def head_dim(self) -> int:
         return self.d_model // self.n_head
 
     @property
     def mlp_hidden(self) -> int:
-        """8/3 d_model, which gives SwiGLU's three matrices the parameters of a plain MLP's two of 4 d_model
+        """4 d_model; of SwiGLU 8/3 d_model, which gives its three matrices the parameters of a plain MLP's two
         (Shazeer 2020, arXiv:2002.05202), rounded down to a multiple of 32."""
-        return max(32, 8 * self.d_model // 3 // 32 * 32)
+        return max(32, 8 * self.d_model // 3 // 32 * 32) if self.mlp == "swiglu" else 4 * self.d_model
+
+
+REPORT_FAMILY = {"vocab_multiple": 128, "mlp": "relu2", "gains": False, "qk_norm": True, "tied": False, "zero_init": True}
 
 
 def rope_tables(config: GPTConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,6 +112,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
+def rms_norm(width, gains):
+    return nn.RMSNorm(width, eps=NORM_EPS, elementwise_affine=gains)
+
+
 class Attention(nn.Module):
     """Causal self-attention with one fused query-key-value projection: (B, T, C) to (B, T, C)."""
 
@@ -94,16 +124,18 @@ class Attention(nn.Module):
         self.n_head = config.n_head
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
         self.proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.qk_norm = rms_norm(config.head_dim, gains=False) if config.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin):
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        q, k = self.qk_norm(q), self.qk_norm(k)
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
-class MLP(nn.Module):
-    """SwiGLU, gate and up projections fused, gate first: (B, T, C) to (B, T, C)."""
+class SwiGLU(nn.Module):
+    """An MLP with a gate, gate and up projections fused, gate first: (B, T, C) to (B, T, C)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -115,15 +147,30 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class SquaredReLU(nn.Module):
+    """An MLP of width 4 C (So and others 2021, arXiv:2109.08668): (B, T, C) to (B, T, C)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.mlp_hidden, bias=False)
+        self.down = nn.Linear(config.mlp_hidden, config.d_model, bias=False)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)).square())
+
+
+MLPS = {"swiglu": SwiGLU, "relu2": SquaredReLU}
+
+
 class Block(nn.Module):
     """Attention, then the MLP, each on the normalised stream and added to it: (B, T, C) to (B, T, C)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.d_model, eps=NORM_EPS)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=NORM_EPS)
+        self.attn_norm = rms_norm(config.d_model, config.gains)
+        self.mlp_norm = rms_norm(config.d_model, config.gains)
         self.attn = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = MLPS[config.mlp](config)
 
     def forward(self, x, cos, sin):
         x = x + self.attn(self.attn_norm(x), cos, sin)
@@ -138,34 +185,45 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = False
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.embedding = nn.Embedding(config.padded_vocab, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = nn.RMSNorm(config.d_model, eps=NORM_EPS)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.head.weight = self.embedding.weight
+        self.norm = rms_norm(config.d_model, config.gains)
+        self.head = nn.Linear(config.d_model, config.padded_vocab, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
         cos, sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.init_weights()
 
     def init_weights(self):
-        """Normal, standard deviation 0.02; the projections into the residual stream, 2 n_layer of them, by
-        0.02 / sqrt(2 n_layer), so that the stream's variance at the start does not grow with depth (GPT-2).
+        """The chapter's initialisation, GPT-2's: normal, standard deviation 0.02; the projections into the residual
+        stream, 2 n_layer of them, by 0.02 / sqrt(2 n_layer), so that the stream's variance does not grow with depth.
 
-        The order of the draws (modules as built, then the residual projections once more) is part of the
-        chapter's printed digits: another order trains as well, and prints other last places.
+        With zero_init, nanochat's (gpt.py, init_weights), for squared ReLU and Muon: those projections zero, so that
+        each block starts as the identity and Muon, whose updates are of one size, builds them up; the other matrices of
+        a block normal by 1 / sqrt(fan-in), the embedding by 1, and the output matrix small, so that the first loss is
+        the logarithm of the vocabulary.
+
+        The order of the draws (modules as built, then the residual projections once more) is part of the chapter's
+        printed digits: another order trains as well, and prints other last places.
         """
         def draw(module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=INIT_STD)
+                std = INIT_STD
+                if self.config.zero_init:
+                    std = EMBEDDING_STD if module is self.embedding else HEAD_STD if module is self.head else module.in_features ** -0.5
+                nn.init.normal_(module.weight, std=std)
 
         self.apply(draw)
         for name, p in self.named_parameters():
             if name.endswith(("attn.proj.weight", "mlp.down.weight")):
-                nn.init.normal_(p, std=INIT_STD / (2 * self.config.n_layer) ** 0.5)
+                nn.init.normal_(p, std=0 if self.config.zero_init else INIT_STD / (2 * self.config.n_layer) ** 0.5)
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64 to logits (B, T, V); with targets (B, T) int64 to (logits, mean cross-entropy in nats).
+
+        The rows that pad the vocabulary give no logits: they take no part in the loss and are never sampled.
 
         The loss is computed in fp32 (in fp64 for a model in fp64); targets of -100 are left out of the mean. Raises
         UserError for T > seq_len.
@@ -181,17 +239,24 @@ class GPT(nn.Module):
             else:
                 x = block(x, cos, sin)
         logits = self.head(self.norm(x))
+        if self.config.padded_vocab > self.config.vocab_size:
+            logits = logits[..., :self.config.vocab_size]
         if targets is None:
             return logits
         at_least_fp32 = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits, F.cross_entropy(at_least_fp32.flatten(0, 1), targets.flatten())
 
     def num_params(self) -> int:
-        """Parameters, the tied matrix counted once."""
+        """Parameters, a tied matrix counted once."""
         return sum(p.numel() for p in self.parameters())
 
+    def num_compute_params(self) -> int:
+        """N, the parameters that take part in matrix products, as both documents count it: all but an embedding that
+        is a lookup alone. A tied one is the output matrix too."""
+        return self.num_params() - (0 if self.config.tied else self.embedding.weight.numel())
+
     def flops_per_token(self, seq_len=None) -> int:
-        """FLOPs of one training step a token: 6N + 12 L T d.
+        """FLOPs of one training step a token: 6N + 12 L T d, N as num_compute_params counts it.
 
         Forward is 2 a parameter (a multiply and an add), backward 4. Attention's scores and their product with the
         values have no parameters: 2 products of 2 T d FLOPs a layer forward, three times that with backward. All T
@@ -200,7 +265,7 @@ class GPT(nn.Module):
         like matrices, 1,152 of the chapter's 1.8M parameters.
         """
         T = seq_len or self.config.seq_len
-        return 6 * self.num_params() + 12 * self.config.n_layer * T * self.config.d_model
+        return 6 * self.num_compute_params() + 12 * self.config.n_layer * T * self.config.d_model
 
     def param_groups(self, weight_decay=WEIGHT_DECAY) -> list[dict]:
         """The parameters for AdamW: matrices decay, gains do not."""
@@ -212,6 +277,17 @@ class GPT(nn.Module):
         """AdamW over param_groups. fused takes one pass over memory instead of several; it rounds as the plain one."""
         return torch.optim.AdamW(self.param_groups(weight_decay), lr=lr, betas=ADAM_BETAS, fused=fused)
 
+    def block_matrices(self) -> dict:
+        """The blocks' matrices by name: what Muon updates, and whose norms the report follows."""
+        return {f"blocks.{name}": p for name, p in self.blocks.named_parameters() if p.dim() == 2}
+
+    def muon(self, lr, weight_decay=0.0, embedding_lr=None) -> list[torch.optim.Optimizer]:
+        """Muon on the blocks' matrices, AdamW without decay on all else, the embeddings and gains: the report's two."""
+        matrices = self.block_matrices()
+        others = [p for name, p in self.named_parameters() if name not in matrices]
+        return [Muon(matrices.values(), lr=lr, weight_decay=weight_decay),
+                torch.optim.AdamW(others, lr=embedding_lr or EMBEDDING_LR, betas=ADAM_BETAS, weight_decay=0.0, fused=True)]
+
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None) -> torch.Tensor:
         """Continue idx (B, T) int64 by max_new_tokens sampled tokens: (B, T + max_new_tokens).
@@ -222,8 +298,6 @@ class GPT(nn.Module):
         """
         if not idx.numel() or temperature < 0 or (top_k is not None and top_k < 1):
             raise UserError("generation takes a prompt of a token or more, a temperature of 0 or more and a top_k of 1 or more")
-        was_training = self.training
-        self.eval()
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.seq_len:])[:, -1].float()
             if temperature == 0 or top_k == 1:
@@ -235,8 +309,61 @@ class GPT(nn.Module):
                 logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature     # no overflow, however cold
                 chosen = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
             idx = torch.cat((idx, chosen), dim=1)
-        self.train(was_training)
         return idx
+
+
+    @torch.no_grad()
+    def log_probabilities(self, context, continuations) -> torch.Tensor:
+        """ln p of each of continuations after context, all lists of ids: (len(continuations),) fp32, summed over a
+        continuation's tokens. Of a context that is too long its end is seen. Raises UserError for an empty context or
+        continuation, or one that leaves no room for a context."""
+        longest = max(map(len, continuations), default=0)
+        if not context or not all(continuations) or longest >= self.config.seq_len + 1:
+            raise UserError(f"a continuation of 1 to {self.config.seq_len} tokens after a context of one or more can be scored; "
+                            f"here {longest} after {len(context)}")
+        context = context[-(self.config.seq_len + 1 - longest):]
+        width = len(context) + longest
+        # Shorter ones are filled up behind their end, where causal attention does not look.
+        ids = torch.tensor([(context + c + [0] * width)[:width] for c in continuations], device=self.embedding.weight.device)
+        log_p = self(ids[:, :-1]).float().log_softmax(dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
+        place = torch.arange(1, width, device=ids.device)
+        ends = torch.tensor([[len(context) + len(c)] for c in continuations], device=ids.device)
+        return (log_p * ((place >= len(context)) & (place < ends))).sum(dim=-1)
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon (Jordan 2024), also on matrices whose rows fully_shard has spread over the ranks.
+
+    To orthogonalise takes the whole matrix. torch's step on sharded ones multiplies shards and sums the products in
+    bf16 between the ranks, which rounds otherwise than one process does. Here the momentum stays sharded; each matrix's
+    direction is gathered in fp32 and orthogonalised whole, the same on every rank, and each rank moves its own rows.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        groups = [(group, [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]) for group in self.param_groups]
+        if not any(sharded for _, sharded in groups):
+            return super().step(closure)
+        for group, sharded in groups:
+            for p in sharded:
+                grad = p.grad.to_local()
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad)).to_local()
+                momentum.lerp_(grad, 1 - group["momentum"])
+                direction = p.grad.clone()
+                direction.to_local().copy_(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
+                rows = self.move(direction.full_tensor(), group).chunk(p.device_mesh.size())
+                p.to_local().mul_(1 - group["lr"] * group["weight_decay"])
+                if p.to_local().numel():        # a rank beyond the rows has none
+                    p.to_local().add_(rows[p.device_mesh.get_local_rank()])
+
+    @staticmethod
+    def move(direction, group):
+        """What torch's own step adds to a matrix that goes in this direction (m, n): its step on zeros, without momentum."""
+        moved = torch.zeros_like(direction, requires_grad=True)
+        moved.grad = direction
+        options = {key: group[key] for key in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+        torch.optim.Muon([moved], lr=group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, **options).step()
+        return moved.detach()
 
 
 # --- what the scripts' command lines share: refusals of one line, sizes, files ---------------------------------------
@@ -328,7 +455,7 @@ def add_model_flags(parser, default=GPTConfig()):
 
 
 def config_from(args, **fixed):
-    """The GPTConfig that add_model_flags' flags describe."""
+    """The GPTConfig that add_model_flags' flags describe. Raises UserError as it does."""
     return GPTConfig(**{name: getattr(args, name) for name in ("d_model", "n_layer", "n_head", "seq_len")}, **fixed)
 
 
@@ -351,9 +478,10 @@ def written_whole(path):
             os.replace(part, path)
     except Exception as error:
         # A full disk is an OSError from Python, a RuntimeError from torch.save and a plain Exception from tokenizers.
-        if not isinstance(error, (OSError, RuntimeError)) and type(error) is not Exception:
+        full = isinstance(error, (OSError, RuntimeError)) or type(error) is Exception
+        if not full or any(sign in str(error) for sign in OUT_OF_MEMORY):
             raise
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"{path} cannot be written ({reason}); is the disk full, or the directory read-only?") from error
 
 

@@ -3,15 +3,23 @@
     python prepare_data.py                    the chapter's novel, or, offline, Python's own sources
     python prepare_data.py FILE...            any text; documents are its chapters, files or paragraphs
     python prepare_data.py --encoding gb18030 novel.txt
+    python prepare_data.py --tokenizer gpt2 --out DIR FILE...       any amount of .txt, .jsonl, .parquet, .gz
 
 It writes tokens.pt ({"train", "val", "meta"}) and tokenizer.json, in seconds. On the chapter's novel it finds
-597,228 characters in 120 chapters and makes 410,934 training and 40,717 validation tokens of them.
+597,228 characters in 120 chapters and makes 410,934 training and 40,717 validation tokens of them. With GPT-2's
+tokenizer it writes shards, on all cores and in bounded memory, about 10 MB of text a second and core; interrupted, the
+same command goes on.
 
-A tokens.pt with just {"train", "val"}, as the chapter's earlier scripts write it, is read as it is.
+A tokens.pt with just {"train", "val"}, as the chapter's earlier scripts write it, is read as it is; so are the shards
+that llm.c's and modded-nanogpt's scripts write, and nanoGPT's train.bin and val.bin.
 """
 import codecs
+import contextlib
+import gzip
 import hashlib
+import json
 import math
+import os
 import re
 import sys
 import sysconfig
@@ -19,14 +27,22 @@ import urllib.error
 import urllib.request
 import warnings
 import zipfile
+import zlib
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import tiktoken
 import torch
+from tqdm import tqdm
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from model import GPTConfig, Parser, UserError, check_runs, command, positive, save_results, written_whole
+from budget import cpu_count
+from model import GPT2_VOCAB, GPTConfig, Parser, UserError, check_runs, command, positive, save_results, written_whole
 
 HERE = Path(".")
 TOKENS = Path("tokens.pt")
@@ -44,6 +60,12 @@ UNK, EOS = "<unk>", "<eos>"
 VOCAB_SIZE = GPTConfig.vocab_size
 LARGEST_VOCAB = 1 << 24
 BYTE_ALPHABET = 256
+ENDOFTEXT = "<|endoftext|>"
+# A shard: 256 int32 (this number, a version, the tokens that follow), then the tokens. llm.c's two kinds, by vocabulary.
+HEADER_INTS = 256
+SHARD_KINDS = {20240520: (1, np.dtype("<u2"), GPT2_VOCAB), 20240801: (7, np.dtype("<u4"), 128_256)}
+SHARD_TOKENS = 100_000_000
+PIECE = 1 << 20                         # characters that a thread tokenizes at once, about
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64}
 VALIDATION_SHARE = 10                   # one document in ten
 # A heading stands at the start of a line: 第一回：, 第12章 and the like, or CHAPTER XII.
@@ -56,13 +78,45 @@ STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages"
 
 # --- reading tokens -------------------------------------------------------------------------------------------------
 
+class Tokens:
+    """The ids of a part of a corpus, below vocab_size: one or several 1-D arrays, left on the disk where they lie there.
+
+    A window is seq_len ids and their successors. None crosses from one array into another, so there are positions(seq_len)
+    of them, numbered through. where names the part in a refusal.
+    """
+
+    def __init__(self, arrays, vocab_size, where="tokens"):
+        self.arrays, self.vocab_size, self.where = arrays, vocab_size, where
+
+    def __len__(self):
+        return sum(map(len, self.arrays))
+
+    def positions(self, seq_len):
+        return sum(max(0, len(array) - seq_len) for array in self.arrays)
+
+    def windows(self, positions, seq_len):
+        """The windows of these numbers: inputs and targets, each (len(positions), seq_len) int64. Raises UserError for an
+        id beyond the vocabulary, before it reaches a GPU."""
+        ends = np.cumsum([max(0, len(array) - seq_len) for array in self.arrays])
+        windows = np.empty((len(positions), seq_len + 1), dtype=np.int64)
+        for window, position in zip(windows, np.asarray(positions)):
+            i = np.searchsorted(ends, position, side="right")
+            start = position - (ends[i - 1] if i else 0)
+            window[:] = self.arrays[i][start:start + seq_len + 1]
+        if windows.size and not 0 <= windows.min() <= windows.max() < self.vocab_size:
+            raise UserError(f"{self.where} has the id {windows.max() if windows.min() >= 0 else windows.min():,}, beyond the vocabulary of "
+                            f"{self.vocab_size:,}; make it again with: python prepare_data.py FILE...")
+        windows = torch.from_numpy(windows)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
 @dataclass
 class Corpus:
-    """A tokenized text: train and val are 1-D integer tensors of ids below vocab_size."""
+    """A tokenized text in its two parts."""
 
     name: str
-    train: torch.Tensor
-    val: torch.Tensor
+    train: Tokens
+    val: Tokens
     vocab_size: int
     bytes_per_token: dict | None        # UTF-8 bytes of a split over its tokens; None where nobody recorded it
 
@@ -85,18 +139,19 @@ def load_corpus(path=TOKENS, seq_len=1):
     if path == TOKENS and not path.exists():
         print(f"no {TOKENS} here: making the default one first")
         prepare_default()
-    corpus = read_tokens(path)
+    corpus = read_shards(path) if path.is_dir() or path.suffix == ".bin" else read_tokens(path)
     for split in ("train", "val"):
-        n = len(getattr(corpus, split))
-        if n < seq_len + 2:             # sample_batch draws a start below n - seq_len - 1
-            raise UserError(f"{path}: its {split} part has {n:,} tokens, a context of {seq_len:,} needs {seq_len + 2:,}; "
-                            f"give a longer text or a shorter context")
+        tokens = getattr(corpus, split)
+        if tokens.positions(seq_len) < 2:           # sample_batch draws below positions - 1
+            raise UserError(f"{path}: its {split} part has {len(tokens):,} tokens, a context of {seq_len:,} needs {seq_len + 2:,}"
+                            f"{' in one shard' if len(tokens.arrays) > 1 else ''}; give a longer text or a shorter context")
     return corpus
 
 
 def add_data_flag(parser):
+    """The flag that names the token file."""
     parser.add_argument("--data", type=Path, default=TOKENS, metavar="FILE",
-                        help=f"token file that prepare_data.py made (default: {TOKENS}, made first where there is none)")
+                        help=f"token file or directory of shards (default: {TOKENS}, made first where there is none)")
 
 
 def regular_file(path):
@@ -130,7 +185,61 @@ def read_tokens(path):
         raise UserError(f"{path}: its meta is not prepare_data.py's; make it again with: python prepare_data.py FILE... --force")
     for split, ids in parts.items():
         check_ids(ids, meta["vocab_size"], f"{path}: {split}", recorded="meta" in stored)
-    return Corpus(meta["corpus"], parts["train"], parts["val"], meta["vocab_size"], meta.get("bytes_per_token"))
+    return new_corpus(path, {split: [ids] for split, ids in parts.items()}, meta)
+
+
+def new_corpus(path, arrays, meta):
+    """The Corpus of arrays by split and what meta records of it."""
+    train, val = (Tokens(arrays[split], meta["vocab_size"], f"{path}: {split}") for split in ("train", "val"))
+    return Corpus(meta["corpus"], train, val, meta["vocab_size"], meta.get("bytes_per_token"))
+
+
+def read_shard(path):
+    """(token ids, vocabulary) of a shard: llm.c's format, or, without its header, nanoGPT's bare uint16. The ids stay on
+    the disk. Raises UserError for what is neither, or is cut short."""
+    size = regular_file(path).stat().st_size
+    header = np.fromfile(path, "<i4", HEADER_INTS)
+    if len(header) == HEADER_INTS and header[0] in SHARD_KINDS:
+        version, dtype, vocab_size = SHARD_KINDS[header[0]]
+        held = (size - header.nbytes) / dtype.itemsize
+        if header[1] != version or header[2] != held:
+            raise UserError(f"{path}: a shard of version {header[1]} with {header[2]:,} tokens by its header, {held:,.0f} by its size; it is "
+                            f"cut short or of another kind; make it again")
+        return np.memmap(path, dtype, "r", offset=header.nbytes, shape=(int(held),)) if held else np.empty(0, dtype), vocab_size
+    if not size or size % 2:
+        raise UserError(f"{path}: neither a shard with a header nor bare 16-bit tokens")
+    return np.memmap(path, "<u2", "r"), GPT2_VOCAB
+
+
+def read_shards(path):
+    """The Corpus in a directory of shards, whose names say train or val; or in one shard, its last tenth for validation."""
+    if (path / "progress.json").exists():
+        raise UserError(f"{path}: its shards are not all there; go on with the prepare_data.py command that makes them")
+    if path.is_dir():
+        files = {split: [p for p in sorted(path.glob("*.bin")) if split in re.split("[^a-z]+", p.stem.lower())] for split in ("train", "val")}
+        for split, found in files.items():
+            if not found:
+                raise UserError(f"{path}: no {split} shard there (such as {split}_000000.bin); make them with: python prepare_data.py --tokenizer gpt2 --out DIR FILE...")
+        shards = {split: [read_shard(p) for p in found] for split, found in files.items()}
+        arrays, vocab_sizes = {split: [ids for ids, _ in found] for split, found in shards.items()}, {v for found in shards.values() for _, v in found}
+    else:
+        ids, vocab_size = read_shard(path)
+        cut = len(ids) - len(ids) // VALIDATION_SHARE
+        arrays, vocab_sizes = {"train": [ids[:cut]], "val": [ids[cut:]]}, {vocab_size}
+    meta = read_meta(path / "meta.json") if path.is_dir() and (path / "meta.json").exists() else {
+        "corpus": printable(f"{path} (no meta)"), "vocab_size": max(vocab_sizes)}
+    return new_corpus(path, arrays, meta)
+
+
+def read_meta(path):
+    """What prepare_data.py wrote beside its shards. Raises UserError where it is not that."""
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        meta = None
+    if not meta or not is_meta(meta):
+        raise UserError(f"{path}: not prepare_data.py's; make the shards again, or remove it to read them as they are")
+    return meta
 
 
 def is_meta(meta):
@@ -144,12 +253,12 @@ def is_meta(meta):
 
 
 def token_ids(value, where):
-    """value, if it is a 1-D tensor of integers in plain memory, in a type that torch computes with; else UserError."""
+    """value as an array on the same memory, if it is a 1-D tensor of integers; else UserError."""
     plain = (isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested
              and value.dtype in INTEGERS and value.dim() == 1 and value.is_contiguous())
     if not plain:
         raise UserError(f"{where} is not a list of token ids (a 1-D tensor of integers); make it again with: python prepare_data.py FILE...")
-    return value.long() if value.dtype in (torch.uint16, torch.uint32) else value
+    return value.numpy()
 
 
 def known_name(path, parts):
@@ -164,7 +273,7 @@ def printable(name):
 
 
 def check_ids(ids, vocab_size, where, recorded=True):
-    """Raise UserError unless ids, a 1-D integer tensor, holds values in [0, vocab_size) alone."""
+    """Raise UserError unless ids, a 1-D array, holds values in [0, vocab_size) alone."""
     if not len(ids):
         raise UserError(f"{where} is empty")
     low, high = int(ids.min()), int(ids.max())
@@ -176,29 +285,40 @@ def check_ids(ids, vocab_size, where, recorded=True):
                         f"make it again with: python prepare_data.py FILE...")
 
 
-def windows_at(tokens, starts, seq_len):
-    """The windows of a 1-D tensor of tokens that begin at starts: inputs and targets, each (len(starts), seq_len) int64."""
-    windows = tokens[torch.as_tensor(starts)[:, None] + torch.arange(seq_len + 1)].long()
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-
 def sample_batch(tokens, seq_len, batch_size, generator):
-    """Random windows, as windows_at gives them: one torch.randint a batch, as the chapter draws, so that its seeds
+    """Random windows, as Tokens.windows gives them: one torch.randint a batch, as the chapter draws, so that its seeds
     give its batches."""
-    return windows_at(tokens, torch.randint(0, len(tokens) - seq_len - 1, (batch_size,), generator=generator), seq_len)
+    return tokens.windows(torch.randint(0, tokens.positions(seq_len) - 1, (batch_size,), generator=generator), seq_len)
 
 
-def window_starts(n_tokens, seq_len, global_batch, seed, step):
-    """Where the windows of a step begin: (global_batch,) int64, a function of seed and step and nothing else.
+def step_positions(n_positions, global_batch, seed, step):
+    """The windows of a step, by number: (global_batch,) int64, a function of seed and step and nothing else.
 
-    Micro-batch i of the step is the i-th slice, whoever computes it; every position is equally likely.
+    Micro-batch i of the step is the i-th slice, whoever computes it; every one of the n_positions is equally likely.
     """
-    return np.random.default_rng((seed, step)).integers(0, n_tokens - seq_len, global_batch)
+    return np.random.default_rng((seed, step)).integers(0, n_positions, global_batch)
+
+
+class TiktokenTokenizer:
+    """tiktoken's encoding of that name, with the two methods of tokenizers' that the scripts use."""
+
+    def __init__(self, name):
+        self.encoding = tiktoken_encoding(name)
+
+    def encode(self, text):
+        return SimpleNamespace(ids=self.encoding.encode_ordinary(text))
+
+    def decode(self, ids):
+        return self.encoding.decode(ids)
 
 
 def load_tokenizer(data=TOKENS):
-    """The tokenizer.json beside a token file. Raises UserError where there is none."""
-    path = Path(data).with_name("tokenizer.json")
+    """The tokenizer of a token file, which lies beside it, or of shards. Raises UserError where there is none."""
+    data = Path(data)
+    if data.is_dir() or data.suffix == ".bin":
+        meta = data / "meta.json"
+        return TiktokenTokenizer(read_meta(meta).get("tokenizer", "gpt2") if meta.exists() else "gpt2")
+    path = data.with_name("tokenizer.json")
     if not path.exists():
         raise UserError(f"{path}: no tokenizer beside the tokens")
     try:
@@ -213,18 +333,26 @@ def load_tokenizer(data=TOKENS):
 
 # --- text to documents ----------------------------------------------------------------------------------------------
 
+def text_codec(encoding):
+    """Python's name for an encoding; of UTF-8 the one that drops a byte order mark. Raises UserError where it has none."""
+    try:
+        with contextlib.suppress(UnicodeError):
+            b"0".decode(encoding)       # refuses hex, zip and the like, which codecs.lookup knows too
+        codec = codecs.lookup(encoding)
+    except LookupError:
+        raise UserError(f"--encoding {encoding}: Python knows no such encoding of text") from None
+    return "utf-8-sig" if codec.name == "utf-8" else codec.name
+
+
 def read_text(path, encoding="utf-8"):
     """A text file's characters, newlines as \\n, without a byte order mark. Raises UserError where it is none."""
     path = regular_file(path)
     try:
-        mark = codecs.lookup(encoding).name == "utf-8"
-        text = path.read_text(encoding="utf-8-sig" if mark else encoding)
+        text = path.read_text(encoding=text_codec(encoding))
         text.encode()                   # utf-7 and utf-16 can decode to halves of characters, which no tokenizer takes
     except UnicodeError as error:
         raise UserError(f"{path}: not {encoding} text ({error.reason if hasattr(error, 'reason') else error}); "
                         f"name its encoding, e.g. --encoding gb18030") from None
-    except LookupError:
-        raise UserError(f"--encoding {encoding}: Python knows no such encoding") from None
     if not text.strip():
         raise UserError(f"{path}: empty")
     if "\0" in text:
@@ -260,6 +388,7 @@ def split_last_tenth(documents):
 
 
 def is_mostly_chinese(documents):
+    """Whether more than half of the characters, blanks aside, are Chinese."""
     sample = "".join("".join(documents).split())
     return 2 * len(CJK.findall(sample)) > len(sample)
 
@@ -348,7 +477,7 @@ def prepare_default(**options):
         print(f"fetching {NOVEL_URL}")
         try:
             novel = fetch_novel()
-        except (OSError, ValueError) as error:      # ValueError: an answer that is no HTTP, a malformed proxy
+        except (OSError, ValueError, HTTPException) as error:       # no network, a malformed proxy, an answer cut short or no HTTP
             print(f"it cannot be reached ({getattr(error, 'reason', None) or error}): using Python's own source files "
                   f"instead; to use a text of yours: python prepare_data.py FILE")
             documents = stdlib_documents()
@@ -381,6 +510,16 @@ def refuse_to_overwrite(out, force):
                         f"with --out DIR, or overwrite it with --force")
 
 
+def tokens_text(n_tokens, meta):
+    return ", ".join(f"{n_tokens[split]:,} {label} tokens ({meta['bytes_per_token'][split]:.2f} bytes each)"
+                     for split, label in (("train", "training"), ("val", "validation")))
+
+
+def names_text(paths):
+    """A corpus's name by its files."""
+    return printable(", ".join(Path(p).name for p in paths[:3]) + (", ..." if len(paths) > 3 else ""))
+
+
 def write(name, unit, train, val, kind="auto", vocab_size=VOCAB_SIZE, out=HERE, force=False):
     """Tokenize, write out/tokens.pt and out/tokenizer.json, print a summary; returns what tokens.pt holds."""
     refuse_to_overwrite(out, force)
@@ -389,13 +528,11 @@ def write(name, unit, train, val, kind="auto", vocab_size=VOCAB_SIZE, out=HERE, 
         tokenizer.save(str(tokenizer_part))
         with written_whole(out / TOKENS.name) as tokens_part:
             torch.save(stored, tokens_part)         # renamed first: tokens.pt vouches for the tokenizer beside it
-    meta, n_val = stored["meta"], len(val)
+    meta, n_val, n_tokens = stored["meta"], len(val), {split: len(stored[split]) for split in ("train", "val")}
     print(f"{name}: {meta['characters']:,} characters, {len(train) + n_val:,} {unit}, {n_val:,} of them for validation")
-    print(f"{meta['tokenizer']} tokenizer of {meta['vocab_size']:,} tokens: "
-          + ", ".join(f"{len(stored[split]):,} {label} tokens ({meta['bytes_per_token'][split]:.2f} bytes each)"
-                      for split, label in (("train", "training"), ("val", "validation"))))
+    print(f"{meta['tokenizer']} tokenizer of {meta['vocab_size']:,} tokens: {tokens_text(n_tokens, meta)}")
     print(f"wrote {out / TOKENS.name} and {out / 'tokenizer.json'}")
-    save_results("prepare_data", {**meta, "tokens": {split: len(stored[split]) for split in ("train", "val")}})
+    save_results("prepare_data", {**meta, "tokens": n_tokens})
     return stored
 
 
@@ -411,8 +548,259 @@ def prepare_files(paths, encoding="utf-8", **options):
     if len(documents) < 2:
         raise UserError(f"{paths[0]}: one document only, so none is left for validation; give a text with chapters or "
                         f"blank lines, or several files")
-    name = NOVEL_NAME if is_novel else ", ".join(Path(p).name for p in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    return write(printable(name), unit, *split_last_tenth(documents), **options)
+    return write(NOVEL_NAME if is_novel else names_text(paths), unit, *split_last_tenth(documents), **options)
+
+
+# --- any amount of text to shards -----------------------------------------------------------------------------------
+
+def tiktoken_encoding(name):
+    """tiktoken's encoding of that name. Raises UserError where there is none, or its vocabulary cannot be fetched."""
+    try:
+        return tiktoken.get_encoding(name)
+    except ValueError:
+        raise UserError(f"--tokenizer {name}: none of auto, char, byte, {', '.join(sorted(tiktoken.list_encoding_names()))}") from None
+    except (OSError, HTTPException) as error:       # requests' errors are OSErrors
+        raise UserError(f"tiktoken cannot fetch the vocabulary of {name} ({type(error).__name__}); on a machine with a network run "
+                        f"TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; tiktoken.get_encoding(\"{name}\")', copy DIR here and set "
+                        f"TIKTOKEN_CACHE_DIR to it") from None
+
+
+def lines_of(path, encoding):
+    """The lines of a text file, .gz or not; of one that has none, pieces."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding=text_codec(encoding)) as f:
+            while line := f.readline(PIECE):
+                yield line
+    except UnicodeError as error:
+        raise UserError(f"{path}: not {encoding} text ({error}); name its encoding, e.g. --encoding gb18030") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a whole .gz file ({error})") from None
+
+
+def text_pieces(lines, starts_document):
+    """Documents of lines, in pieces of about PIECE characters: (text, whether its document ends there).
+
+    starts_document(line before, line) says where. Within a document a cut falls between a line end and a line that no
+    further blanks surround: there GPT-2's tokens end too, so that the pieces give the tokens of the whole. (A text of
+    16 times that size without such a place is cut all the same.)
+    """
+    buffer, size, before = [], 0, ""
+    for line in lines:
+        starts = buffer and starts_document(before, line)
+        clean = before[-1:] == "\n" and before[-2:-1].strip() and line[0].strip()
+        if starts or size >= PIECE and clean or size >= 16 * PIECE:
+            yield "".join(buffer), bool(starts)
+            buffer, size = [], 0
+        buffer.append(line)
+        size, before = size + len(line), line
+    if buffer:
+        yield "".join(buffer), True
+
+
+def field_of(record, field, where):
+    """The text in a record of a .jsonl file; UserError where it has none."""
+    try:
+        record = json.loads(record)
+        text = record[field]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        names = f"it has {', '.join(map(str, record))[:80]}" if isinstance(record, dict) else "it is no JSON object"
+        raise UserError(f"{where}: no text in a field {field!r} ({names}); name it with --field")
+    return text
+
+
+def parquet_texts(path, field):
+    """The texts in a column of a .parquet file, a batch of rows at a time."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path}: to read .parquet, install pyarrow: python -m pip install pyarrow") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if field not in file.schema_arrow.names:
+                raise UserError(f"{path}: no column {field!r} (it has {', '.join(file.schema_arrow.names)[:80]}); name it with --field")
+            for batch in file.iter_batches(batch_size=256, columns=[field]):
+                yield from (text for text in batch.column(0).to_pylist() if text)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: not a .parquet file ({str(error).splitlines()[0]})") from None
+
+
+def pieces_of(path, alone, encoding, field):
+    """The documents of a file in pieces, as text_pieces gives them: the records of .jsonl and .parquet; of a text its
+    chapters, else its paragraphs where it is alone, else the file whole."""
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if kind == ".parquet":
+        yield from ((text, True) for text in parquet_texts(path, field))
+    elif kind == ".jsonl":
+        record, number = "", 1
+        for line in lines_of(path, encoding):
+            record += line
+            if line.endswith("\n"):
+                if record.strip():
+                    yield field_of(record, field, f"{path}, line {number}"), True
+                record, number = "", number + 1
+        if record.strip():
+            yield field_of(record, field, f"{path}, line {number}"), True
+    else:
+        chapters = sum(1 for _, line in zip(range(2), filter(HEADING.match, lines_of(path, encoding)))) == 2
+        yield from text_pieces(lines_of(path, encoding), lambda before, line: bool(
+            HEADING.match(line) if chapters else alone and not before.strip() and line.strip()))
+
+
+def is_held_out(text, share):
+    """Whether the document that begins with this piece is for validation, by its hash: the same in any company and order."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") < share * 2 ** 64
+
+
+class Shard:
+    """A split's shard that is being written: under another name, until close gives it its header and its own."""
+
+    def __init__(self, path, kind):
+        self.path, self.kind, self.dtype, self.tokens = path, kind, SHARD_KINDS[kind][1], 0
+        self.file = open(path.with_name(path.name + ".part"), "wb")
+        self.write(np.zeros(HEADER_INTS, "<i4"))
+
+    def append(self, ids):
+        self.write(ids.astype(self.dtype))
+        self.tokens += len(ids)
+
+    def write(self, array):
+        try:
+            self.file.write(array.tobytes())
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written ({error.strerror}); make room, and the same command goes on") from None
+
+    def close(self):
+        header = np.zeros(HEADER_INTS, "<i4")
+        header[:3] = self.kind, SHARD_KINDS[self.kind][0], self.tokens
+        self.file.seek(0)
+        self.write(header)
+        os.fsync(self.file.fileno())
+        self.file.close()
+        os.replace(self.file.name, self.path)
+
+
+def tokenize_batch(encoding, documents):
+    """What a thread does with a list of (text, ends, held out): by split, its ids, bytes and finished documents."""
+    found = {}
+    for split, wanted in (("train", False), ("val", True)):
+        ids, n_bytes, n_documents = [np.empty(0, np.uint32)], 0, 0
+        for text, ends, held_out in documents:
+            if held_out == wanted:
+                ids += [encoding.encode_to_numpy(text, disallowed_special=()), np.full(int(ends), encoding.eot_token, np.uint32)]
+                n_bytes, n_documents = n_bytes + len(text.encode()), n_documents + ends
+        found[split] = np.concatenate(ids), n_bytes, n_documents
+    return found
+
+
+def batches_of(paths, place, encoding, field, val_share):
+    """The documents from a place (file, piece) on, in batches of about PIECE characters, each with the place after it."""
+    held_out = None
+    for number, path in enumerate(paths[place[0]:], place[0]):
+        batch, size, skip = [], 0, place[1] if number == place[0] else 0
+        for n, (text, ends) in enumerate(pieces_of(path, len(paths) == 1, encoding, field), 1):
+            text = text.encode(errors="replace").decode()       # halves of characters, which JSON can spell, have no bytes
+            held_out = is_held_out(text, val_share) if held_out is None else held_out
+            if n > skip:
+                batch.append((text, ends, held_out))
+                size += len(text)
+            held_out = None if ends else held_out
+            if size >= PIECE:
+                yield batch, (number, n)
+                batch, size = [], 0
+        yield batch, (number + 1, 0)
+
+
+def tokenized(encoding, batches):
+    """(what tokenize_batch finds, the place after it) for each batch, in order: all cores work, few batches wait."""
+    pending = deque()
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        for batch, place in batches:
+            pending.append((pool.submit(tokenize_batch, encoding, batch), place))
+            if len(pending) > 2 * cpu_count():
+                future, after = pending.popleft()
+                yield future.result(), after
+        for future, after in pending:
+            yield future.result(), after
+
+
+def write_shards(paths, name, out, encoding="utf-8", field="text", val_share=0.01, shard_tokens=SHARD_TOKENS, force=False):
+    """Tokenize files by tiktoken's encoding of that name on all cores into out's shards; returns what meta.json holds.
+
+    Memory is a few batches a core, whatever the corpus. With each full shard it notes the place it has come to, from
+    where the same command goes on after an interruption.
+    """
+    tokenizer, paths = tiktoken_encoding(name), [regular_file(path) for path in paths]
+    kind = 20240520 if tokenizer.n_vocab <= 1 << 16 else 20240801
+    recipe = {"made_by": MADE_BY, "tokenizer": name, "sources": [[str(p), p.stat().st_size] for p in paths],
+              "field": field, "encoding": encoding, "val_share": val_share, "shard_tokens": shard_tokens}
+    progress = out / "progress.json"
+    state = read_progress(progress, recipe)
+    if state is None:
+        clear_shards(out, force)
+        state = {"recipe": recipe, "place": [0, 0], **{what: {"train": 0, "val": 0} for what in ("shards", "tokens", "bytes", "documents")}}
+    else:
+        print(f"going on after {sum(state['tokens'].values()):,} tokens, where {out} was left")
+    shards = {}
+
+    def note():
+        for split in list(shards):
+            shards.pop(split).close()
+            state["shards"][split] += 1
+        with written_whole(progress) as part:
+            part.write_text(json.dumps(state))
+
+    note()
+    sized = not any(path.suffix in (".gz", ".parquet") for path in paths)
+    with tqdm(total=sum(path.stat().st_size for path in paths) if sized else None, initial=sum(state["bytes"].values()), unit="B",
+              unit_scale=True, disable=None) as bar:
+        for found, state["place"] in tokenized(tokenizer, batches_of(paths, state["place"], encoding, field, val_share)):
+            for split, (ids, n_bytes, n_documents) in found.items():
+                if len(ids):
+                    if split not in shards:
+                        shards[split] = Shard(out / f"{split}_{state['shards'][split]:06d}.bin", kind)
+                    shards[split].append(ids)
+                for what, value in (("tokens", len(ids)), ("bytes", n_bytes), ("documents", n_documents)):
+                    state[what][split] += value
+                bar.update(n_bytes)
+            if "train" in shards and shards["train"].tokens >= shard_tokens:
+                note()
+    note()
+    for split, n in state["tokens"].items():
+        if not n:
+            raise UserError(f"{out}: no document fell into the {split} part; give more documents or another --val-share")
+    meta = {**recipe, "corpus": names_text(paths), "vocab_size": tokenizer.n_vocab, "shards": state["shards"], "documents": state["documents"],
+            "tokens": state["tokens"], "bytes_per_token": {split: state["bytes"][split] / n for split, n in state["tokens"].items()}}
+    with written_whole(out / "meta.json") as part:
+        part.write_text(json.dumps(meta, indent=2) + "\n")
+    progress.unlink()
+    print(f"{meta['corpus']}: {sum(meta['documents'].values()):,} documents, {meta['documents']['val']:,} of them for validation")
+    print(f"{name} tokenizer of {tokenizer.n_vocab:,} tokens: {tokens_text(meta['tokens'], meta)}")
+    print(f"wrote {sum(meta['shards'].values())} shards and meta.json in {out}")
+    save_results("prepare_data", meta)
+    return meta
+
+
+def read_progress(path, recipe):
+    """What an interrupted run of the same recipe noted; None where there is none."""
+    try:
+        state = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return state if isinstance(state, dict) and state.get("recipe") == recipe else None
+
+
+def clear_shards(out, force):
+    """Remove another recipe's shards from out, or make it. Raises UserError where prepare_data.py did not write them."""
+    there = [*out.glob("*.bin"), *out.glob("*.bin.part")]
+    if there and not force and not any((out / name).exists() for name in ("meta.json", "progress.json")):
+        raise UserError(f"{there[0]} is there and prepare_data.py did not make it; write elsewhere with --out DIR, or overwrite it with --force")
+    out.mkdir(parents=True, exist_ok=True)
+    for path in (*there, out / "meta.json", out / "progress.json"):
+        path.unlink(missing_ok=True)
 
 
 @command
@@ -420,14 +808,23 @@ def main(argv=None):
     parser = Parser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="text files (default: the chapter's novel)")
     parser.add_argument("--encoding", default="utf-8", help="of the files, e.g. gb18030 (default: utf-8)")
-    parser.add_argument("--tokenizer", choices=("auto", "char", "byte"), default="auto",
-                        help="character-level or byte-level BPE (default: auto, char for mostly Chinese text)")
-    parser.add_argument("--vocab-size", type=positive(int, LARGEST_VOCAB), default=VOCAB_SIZE, help="tokens in the vocabulary (default: 8192)")
+    parser.add_argument("--tokenizer", default="auto", metavar="NAME",
+                        help="char or byte, trained on the text; or gpt2 or another of tiktoken's, into shards (default: auto, char for mostly Chinese text)")
+    parser.add_argument("--vocab-size", type=positive(int, LARGEST_VOCAB), help=f"tokens in a trained vocabulary (default: {VOCAB_SIZE})")
     parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="where to write (default: here)")
-    parser.add_argument("--force", action="store_true", help="overwrite a tokens.pt that this script did not make")
+    parser.add_argument("--force", action="store_true", help="overwrite tokens that this script did not make")
+    shards = parser.add_argument_group("with a tokenizer of tiktoken's")
+    shards.add_argument("--field", default="text", metavar="NAME", help="of .jsonl and .parquet, that holds the text (default: text)")
+    shards.add_argument("--val-share", type=positive(float, 0.5), default=0.01, metavar="X", help="of the documents, for validation (default: 0.01)")
+    shards.add_argument("--shard-tokens", type=positive(int), default=SHARD_TOKENS, metavar="N", help="in one shard (default: 100000000)")
     args = parser.parse_args(argv)
     check_runs()
-    options = {"kind": args.tokenizer, "vocab_size": args.vocab_size, "out": args.out, "force": args.force}
+    if args.tokenizer not in ("auto", "char", "byte"):
+        if not args.files or args.vocab_size:
+            parser.error(f"--tokenizer {args.tokenizer} takes files, and brings its own vocabulary")
+        write_shards(args.files, args.tokenizer, args.out, args.encoding, args.field, args.val_share, args.shard_tokens, args.force)
+        return
+    options = {"kind": args.tokenizer, "vocab_size": args.vocab_size or VOCAB_SIZE, "out": args.out, "force": args.force}
     if args.files:
         prepare_files(args.files, args.encoding, **options)
     else:

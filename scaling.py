@@ -52,7 +52,7 @@ def train(d_model, n_layer, corpus, batches, steps=STEPS, peak_lr=LEARNING_RATE,
     evaluate_at = {steps * quarter // EVALUATIONS for quarter in range(1, EVALUATIONS + 1)}
     bar = tqdm(range(steps), desc=label or f"d {d_model}, {n_layer} layers", disable=None, leave=False)
     for step in bar:
-        set_learning_rate(optimizer, learning_rate(step, steps, peak_lr, WARMUP))
+        set_learning_rate([optimizer], learning_rate(step, steps, 1.0, WARMUP))
         x, y = (t.to(device) for t in sample_batch(corpus.train, SEQ_LEN, BATCH, generator))
         loss = model(x, y)[1]
         optimizer.zero_grad(set_to_none=True)
@@ -116,7 +116,7 @@ def lr(corpus, args):
               + "  ".join(f"{f'{v:.3f}' + '*' * (i == winner):>9s}" for i, v in enumerate(losses)) + f"   {verdict}", flush=True)
         rows += swept
         best.append(winner)
-    same = len(set(best)) == 1
+    same = len(set(best)) == 1 and None not in best
     print("the best learning rate is " + ("the same at both sizes" if same else "not the same at both sizes"))
     return rows
 

@@ -5,6 +5,7 @@
     torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 8 train_gpu.py      on two nodes (1 on the other)
     torchrun --standalone --nproc-per-node 8 --max-restarts 3 train_gpu.py --resume           and through interruptions
     python train_gpu.py --device cpu --d-model 64 --n-layer 2 --n-head 2 --seq-len 64 --steps 100     to try it, a minute
+    torchrun --standalone --nproc-per-node 2 train_gpu.py --preset report --data DIR          the report's 522M on two GPUs
 
 The chapter reads this script; here it runs. bf16 over fp32 weights (fp32 throughout on a CPU), torch.compile, fused
 AdamW, DDP or FSDP. The global batch and the data of every step are fixed, whatever the number of processes: the same
@@ -12,15 +13,19 @@ command trains the same model on 1, 2 or 8 of them. Checkpoints, the log and the
 """
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import time
+import warnings
+import zipfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -38,9 +43,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from model import (RUNS, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, config_from, duration_text, plot, positive,
+from model import (EMBEDDING_LR, OUT_OF_MEMORY, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, config_from, count, duration_text, plot, positive,
                    save_results, size_text, written_whole)
-from prepare_data import add_data_flag, load_corpus, load_tokenizer, window_starts, windows_at
+from prepare_data import add_data_flag, load_corpus, load_tokenizer, regular_file, step_positions
 
 LARGEST_MICRO_BATCH = 32                # the chapter's, where the global batch and the processes allow it
 LOG_EVERY = 50
@@ -49,6 +54,8 @@ EVAL_WINDOWS, EVAL_BATCH = 128, 8
 FETCHED_AHEAD = 2                       # micro-batches
 SAMPLE_TOKENS = 100
 SCHEDULES = ("cosine", "wsd", "constant")
+PRESETS = {"report": {"depth": 20, "micro_batch": 16, "global_batch": 256, "steps": 11_444, "optimizer": "muon", "schedule": "wsd", "warmup": 1}}
+OF_THE_RUN = ("steps", "lr", "embedding_lr", "warmup", "schedule", "decay", "weight_decay", "clip")     # that a checkpoint remembers
 
 
 # --- the learning rate ----------------------------------------------------------------------------------------------
@@ -68,9 +75,10 @@ def learning_rate(step, steps, peak, warmup, schedule="cosine", decay=0.2):
     return peak * min(1.0, (step + 1) / warmup) * shape
 
 
-def set_learning_rate(optimizer, lr):
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def set_learning_rate(optimizers, share):
+    """Every group's rate to a share of its own peak, which it was made with."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = share * group.setdefault("peak_lr", group["lr"])
 
 
 # --- the batch and its data -----------------------------------------------------------------------------------------
@@ -98,8 +106,8 @@ class Loader:
 
     def __init__(self, tokens, config, global_batch, micro_batch, seed, device, first_step, rank, world):
         def fetch(step, index):
-            starts = window_starts(len(tokens), config.seq_len, global_batch, seed, step)
-            batch = windows_at(tokens, starts[index * micro_batch:(index + 1) * micro_batch], config.seq_len)
+            positions = step_positions(tokens.positions(config.seq_len), global_batch, seed, step)
+            batch = tokens.windows(positions[index * micro_batch:(index + 1) * micro_batch], config.seq_len)
             return tuple(t.pin_memory() for t in batch) if device.type == "cuda" else batch
 
         keys = ((step, index) for step in itertools.count(first_step) for index in range(rank, global_batch // micro_batch, world))
@@ -125,10 +133,18 @@ class Loader:
 def data_identity(corpus):
     """A fingerprint of a corpus, wherever its file lies: the lengths of its parts and a sample of their tokens."""
     digest = hashlib.sha256()
-    for part in (corpus.train, corpus.val):
-        sample = part[::max(1, len(part) // 100_000)]
+    for part in (*corpus.train.arrays, *corpus.val.arrays):
+        sample = part[::max(1, len(part) // 10_000)]
         digest.update(f"{len(part)} {sample.tolist()}".encode())
     return f"{len(corpus.train):,} training tokens, {digest.hexdigest()[:16]}"
+
+
+def same_everywhere(identity):
+    """Raise UserError on all ranks where they do not hold the same data: each node may have made its own."""
+    identities = [None] * dist.get_world_size()
+    dist.all_gather_object(identities, identity)
+    if len(set(identities)) > 1:
+        raise UserError(f"--data: the processes hold different tokens ({' and '.join(sorted(set(identities)))}); give every node the same file")
 
 
 # --- the model on its devices ---------------------------------------------------------------------------------------
@@ -143,6 +159,7 @@ class Parallel:
         self.model, self.strategy, self.device = model, strategy, device
         if strategy == "fsdp":          # each block goes to the device and is sharded before the next one: never the whole model
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")       # logits without the padding are a view; nothing writes to it
             # Inputs stay as they are: the embedding gives bf16 already, and the rotary tables need their fp32.
             half = MixedPrecisionPolicy(torch.bfloat16 if device.type == "cuda" else None, torch.float32, cast_forward_inputs=False)
             for block in model.blocks:
@@ -171,8 +188,18 @@ class Parallel:
 
     def clip(self, limit):
         """Scale the gradient to a norm of at most limit; returns the norm it had, over all parameters and ranks."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+
+
+def whole(tensor):
+    """A tensor over all ranks, where fsdp has spread it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def matrix_sizes(model, before):
+    """Each block matrix's norm, and that of its last update relative to it: before holds the matrices until then."""
+    return {name: {"norm": whole(p.detach().norm()).item(), "relative_update": (whole((p.detach() - before[name]).norm()) / whole(p.detach().norm())).item()}
+            for name, p in model.block_matrices().items()}
 
 
 def accumulate(parallel, loader, micro_batches):
@@ -197,7 +224,7 @@ def evaluate(parallel, tokens, at_once=EVAL_BATCH):
     seq_len = parallel.model.config.seq_len
     model, rank, world = parallel.model, dist.get_rank(), dist.get_world_size()
     n = max(1, min(EVAL_WINDOWS, (len(tokens) - 1) // seq_len))
-    groups = np.array_split(np.linspace(0, len(tokens) - seq_len - 1, n).astype(np.int64), math.ceil(n / at_once))
+    groups = np.array_split(np.linspace(0, tokens.positions(seq_len) - 1, n).astype(np.int64), math.ceil(n / at_once))
     sums = torch.zeros(len(groups), dtype=torch.float64, device=parallel.device)
     model.eval()
     with torch.compiler.set_stance("force_eager"), parallel.precision():
@@ -205,7 +232,7 @@ def evaluate(parallel, tokens, at_once=EVAL_BATCH):
             mine = i + rank
             # Past the end a rank computes the last group once more, for under fsdp all have to take part; it is not counted.
             group = groups[min(mine, len(groups) - 1)]
-            x, y = (t.to(parallel.device) for t in windows_at(tokens, group, seq_len))
+            x, y = (t.to(parallel.device) for t in tokens.windows(group, seq_len))
             loss = model(x, y)[1]
             if mine < len(groups):
                 sums[mine] = loss.double() * len(group)
@@ -222,12 +249,21 @@ class Checkpoints:
     Each is written under another name beside the last one and renamed when it is whole; the newest two are kept.
     """
 
-    def __init__(self, directory, parallel, optimizer, identity):
-        self.directory, self.parallel, self.optimizer, self.identity = directory, parallel, optimizer, identity
+    def __init__(self, directory, parallel, optimizers, identity, run, keep):
+        self.directory, self.parallel, self.optimizers, self.identity, self.run, self.keep = directory, parallel, optimizers, identity, run, keep
         self.suffix = "" if parallel.strategy == "fsdp" else ".pt"
 
-    def clean(self):
-        """Remove what an interrupted save left."""
+    def claim(self, resuming):
+        """Take the run's directory: one run at a time, and no start over the checkpoints of another. What an interrupted
+        save left there is removed. Raises UserError."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.directory / "lock", "w")          # held as long as the process lives
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.directory}: another run is writing there; wait for it, or start with --out DIR") from None
+        if self.newest_first() and not resuming:
+            raise UserError(f"{self.directory} holds checkpoints of a run; continue it with --resume, or start another with --out DIR")
         for part in self.directory.glob("*.part"):
             shutil.rmtree(part) if part.is_dir() else part.unlink()
 
@@ -235,7 +271,7 @@ class Checkpoints:
         """Write the state after so many steps; every rank takes part, and all raise UserError where one cannot write:
         the last whole checkpoint is untouched then."""
         path = self.directory / f"step-{step:07d}{self.suffix}"
-        about = {"step": step, "config": asdict(self.parallel.model.config), "identity": self.identity}
+        about = {"step": step, "config": asdict(self.parallel.model.config), "identity": self.identity, "run": self.run}
         if self.parallel.strategy == "fsdp":
             self.save_sharded(path, about)
         else:
@@ -243,7 +279,7 @@ class Checkpoints:
         on_rank_0(self.prune)
 
     def save_single(self, path, about):
-        state = {"model": self.parallel.model.state_dict(), "optimizer": self.optimizer.state_dict(), **about}
+        state = {"model": self.parallel.model.state_dict(), "optimizer": [o.state_dict() for o in self.optimizers], **about}
         with written_whole(path) as part:
             torch.save(state, part)
 
@@ -255,7 +291,7 @@ class Checkpoints:
         try:
             dcp.save(state, checkpoint_id=part)
         except dcp.api.CheckpointException as error:        # the ranks' errors, on all of them
-            failure = next(str(reason) for reason, _ in error.failures.values())
+            failure = next(str(reason) or repr(reason) for reason, _ in error.failures.values())
         on_rank_0(lambda: self.finish_sharded(path, part, about, failure))
 
     def finish_sharded(self, path, part, about, failure):
@@ -270,72 +306,110 @@ class Checkpoints:
 
     def sharded_state(self):
         """What torch.distributed.checkpoint stores, tensors alone, and the optimizer's options, which the flags give."""
-        model, optimizer = get_state_dict(self.parallel.model, self.optimizer)
+        model, optimizer = get_state_dict(self.parallel.model, self.optimizers)
         return {"model": model, "optimizer": optimizer["state"]}, optimizer["param_groups"]
 
     def prune(self):
-        for old in self.newest_first()[KEEP_CHECKPOINTS:]:
+        for old in [path for path in self.newest_first()[KEEP_CHECKPOINTS:] if step_of(path) not in self.keep]:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     def newest_first(self):
-        return sorted((p for p in self.directory.glob("step-*") if p.suffix in ("", ".pt")), reverse=True)
+        """The run's checkpoints, of either strategy; a file of another name is somebody else's."""
+        return sorted((p for p in self.directory.glob("step-*") if re.fullmatch(r"step-\d+(\.pt)?", p.name)), key=step_of, reverse=True)
 
     def check(self, path, about):
         """Raise UserError, naming it, where a checkpoint is of another model, other data or another batch."""
-        theirs = {**about["config"], **about["identity"]}
+        theirs = {**asdict(GPTConfig(**about["config"])), **about["identity"]}
         ours = {**asdict(self.parallel.model.config), **self.identity}
         for what, value in ours.items():
             if theirs.get(what) != value:
                 raise UserError(f"{path}: its {what} is {theirs.get(what)}, this run's is {value}; resume with the same, or "
                                 f"start another run with --out DIR")
+        for what, value in about["run"].items():
+            if self.run[what] != value:
+                say(f"note: {path} was saved with --{what.replace('_', '-')} {value}, and goes on with {self.run[what]}")
 
     def load(self, path):
-        """Put a checkpoint's state into the model and the optimizer; returns the steps it has behind it."""
+        """Put a checkpoint's state into the model and the optimizers; returns what it says of itself."""
         if path.is_dir():
             about = json.loads((path / "about.json").read_text())
             self.check(path, about)
             refuse_code(path / ".metadata")
             state, options = self.sharded_state()
             dcp.load(state, checkpoint_id=path)
-            set_state_dict(self.parallel.model, self.optimizer, model_state_dict=state["model"],
+            set_state_dict(self.parallel.model, self.optimizers, model_state_dict=state["model"],
                            optim_state_dict={"state": state["optimizer"], "param_groups": options})
-            return about["step"]
+            return about
         stored = torch.load(path, weights_only=True, map_location="cpu")
         self.check(path, stored)
         self.parallel.model.load_state_dict(stored["model"])
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(stored["optimizer"])
-        for group, option in zip(self.optimizer.param_groups, options):
-            group.update(option)        # --weight-decay is the flags', as with fsdp
-        return stored["step"]
+        for optimizer, state in zip(self.optimizers, stored["optimizer"], strict=True):
+            options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            optimizer.load_state_dict(state)
+            for group, option in zip(optimizer.param_groups, options):
+                group.update(option)    # the rates and --weight-decay are the flags', as with fsdp
+        return stored
 
     def resume(self):
         """Load the newest whole checkpoint; returns its step, 0 where there is none yet. All ranks find the same one."""
-        step = self.load_newest()
+        damaged = []
+        step = self.load_newest(damaged)
         steps = torch.tensor([step, -step], device=self.parallel.device)
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
         if steps.sum():
             raise UserError(f"{self.directory}: the processes find different checkpoints there (here step {step}); give every "
                             f"node the same directory")
+        # A damaged one would take one of the two places that are kept; it may still help to find out what happened.
+        on_rank_0(lambda: [os.replace(path, path.with_name(path.name + ".damaged")) for path in damaged])
         return step
 
-    def load_newest(self):
+    def branch(self, path):
+        """Load a checkpoint of another run, to go on from there in this directory; returns its step. Raises UserError where
+        the learning rate would jump, because one of the two runs is in its decay there."""
+        if not path.exists() or not re.fullmatch(r"step-\d+(\.pt)?", path.name):
+            raise UserError(f"--resume {path}: no such checkpoint")
+        if self.newest_first():
+            raise UserError(f"{self.directory} holds checkpoints already; continue it with --resume alone, or branch off with another --out DIR")
+        self.check_strategy(path)
+        try:
+            about = self.load(path)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            raise UserError(f"--resume {path}: not a whole checkpoint ({type(error).__name__})") from None
+        rates = [learning_rate(about["step"], run["steps"], run["lr"], run["warmup"], run["schedule"], run["decay"]) for run in (about["run"], self.run)]
+        if not math.isclose(*rates):
+            raise UserError(f"--resume {path}: the learning rate was {rates[0]:.3g} there and would go on with {rates[1]:.3g}; branch off in "
+                            f"the constant phase of both runs, with the same --lr")
+        say(f"branched off {path}")
+        return about["step"]
+
+    def check_strategy(self, path):
+        if (path.suffix == ".pt") != (self.parallel.strategy == "ddp"):
+            raise UserError(f"{path}: saved with --strategy {'ddp' if path.suffix == '.pt' else 'fsdp'}; resume with the same")
+
+    def load_newest(self, damaged):
         candidates = self.newest_first()
         for path in candidates:
-            if (path.suffix == ".pt") != (self.parallel.strategy == "ddp"):
-                raise UserError(f"{path}: saved with --strategy {'ddp' if path.suffix == '.pt' else 'fsdp'}; resume with the same")
+            self.check_strategy(path)
             try:
-                step = self.load(path)
+                step = self.load(path)["step"]
                 say(f"resumed from {path}")
                 return step
-            except UserError:
+            except (UserError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:      # a stranger's bytes or a damaged disk: the unpickler may raise anything
+                if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
+                    raise
                 say(f"{path} is not whole ({type(error).__name__}): trying the one before")
+                damaged.append(path)
         if candidates:
             raise UserError(f"{self.directory}: none of its {len(candidates)} checkpoints is whole; start another run with --out DIR")
         say(f"no checkpoint in {self.directory} yet: starting from the beginning")
         return 0
+
+
+def step_of(path):
+    """The steps that a checkpoint has behind it, by its name."""
+    return int(path.name.removeprefix("step-").removesuffix(".pt"))
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -380,6 +454,12 @@ class Log:
         self.path, self.file, self.failure = path, None, None
         on_rank_0(lambda: self.open(resumed_at))
 
+    def validated(self, step):
+        """Whether the log holds a validation of that step: the same answer on all ranks."""
+        found = [any(r["step"] == step and "val_loss" in r for r in read_log(self.path)) if self.file else None]
+        dist.broadcast_object_list(found)
+        return found[0]
+
     def open(self, resumed_at):
         records = [r for r in read_log(self.path) if r["step"] <= resumed_at]
         with written_whole(self.path) as part:
@@ -394,6 +474,11 @@ class Log:
             except OSError as error:
                 self.failure = error.strerror
 
+    def check(self):
+        """Raise UserError where a line could not be written."""
+        if self.failure:
+            raise UserError(f"{self.path} cannot be written ({self.failure}); is the disk full? the last whole checkpoint stays")
+
 
 def read_log(path):
     """The records of a log; a line that was cut short, or is no record, is left out."""
@@ -406,7 +491,7 @@ def read_log(path):
 
 @dataclass
 class Progress:
-    """What happened since the last printed line: losses of all steps, and time and tokens of those that count."""
+    """What happened in some steps: the loss of all, and the time of those that count."""
 
     tokens_a_step: int
     flops_per_token: int
@@ -414,36 +499,42 @@ class Progress:
     device: torch.device
 
     def __post_init__(self):
-        self.losses, self.seconds, self.waited, self.timed = [], 0.0, 0.0, 0
+        self.loss, self.steps, self.seconds, self.waited, self.timed = 0.0, 0, 0.0, 0.0, 0
 
     def add(self, loss, seconds, waited, counts):
         """A step's mean loss, its seconds and those it waited for data; one that compiled does not count."""
-        self.losses.append(loss)
+        self.loss, self.steps = self.loss + loss, self.steps + 1
         if counts:
             self.seconds, self.waited, self.timed = self.seconds + seconds, self.waited + waited, self.timed + 1
 
     def rate(self):
+        """Tokens a second; None before a step was timed."""
         return self.timed * self.tokens_a_step / self.seconds if self.seconds else None
 
+    def mfu(self):
+        """Achieved FLOP/s over the devices' peak; None where one of them is not known."""
+        return self.rate() * self.flops_per_token / self.peak if self.seconds and self.peak else None
+
     def rate_text(self):
-        rate = self.rate()
-        mfu = f"{rate * self.flops_per_token / self.peak:.0%}" if rate and self.peak else "n/a"
-        return f"{f'{rate:,.0f}' if rate else 'n/a'} tokens/s  MFU {mfu}  memory {peak_memory_gb(self.device):.2f} GB"
+        rate, mfu = self.rate(), self.mfu()
+        return f"{f'{rate:,.0f}' if rate else 'n/a'} tokens/s  MFU {f'{mfu:.0%}' if mfu else 'n/a'}  memory {peak_memory_gb(self.device):.2f} GB"
 
     def line(self, step, lr, grad_norm):
+        """What is printed of these steps, the last of which is step."""
         wait = f"{self.waited / self.seconds:.1%}" if self.seconds else "n/a"
-        return (f"step {step:5d}  loss {sum(self.losses) / len(self.losses):.3f}  lr {lr:.2e}  grad_norm {grad_norm:.2f}  "
+        return (f"step {step:5d}  loss {self.loss / self.steps:.3f}  lr {lr:.2e}  grad_norm {grad_norm:.2f}  "
                 f"{self.rate_text()}  data wait {wait}")
 
 
-def plan_text(args, model, corpus, cost, first_step, seconds, world):
-    """What will run, as a text: the model, the batch, the data, and the forecast of time (seconds, or None) and memory."""
-    tokens_a_step, steps = args.global_batch * model.config.seq_len, args.steps - first_step
+def plan_text(args, flops, corpus, cost, steps, seconds, world):
+    """What will run, as a text: the model (flops a token), the batch, the data, and the forecast of time (seconds, or
+    None) and memory."""
+    tokens_a_step = args.global_batch * cost.seq_len
     total = steps * tokens_a_step
     time_text = "time n/a (no peak is known for this device)" if seconds is None else f"{duration_text(seconds)} at {CHAPTER_MFU:.0%} MFU"
     return "\n".join((
-        f"model: {cost.n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token",
-        f"batch: {tokens_a_step:,} tokens a step = {args.global_batch} sequences of {model.config.seq_len}: micro-batch {args.micro_batch} "
+        f"model: {cost.n_params:,} parameters, {flops / 1e6:,.1f} MFLOP a token",
+        f"batch: {tokens_a_step:,} tokens a step = {args.global_batch} sequences of {cost.seq_len}: micro-batch {args.micro_batch} "
         f"x {args.global_batch // args.micro_batch // world} accumulated x {world} processes ({args.strategy})",
         f"data: {size_text(total)} tokens in {steps:,} steps, {total / len(corpus.train):.1f} times through the training part",
         f"forecast: {time_text}, {cost.memory(args.strategy == 'fsdp'):.2f} GB a device (states, activations, logits)"))
@@ -458,6 +549,48 @@ def write_curve(log, path, title):
                 axes.plot(*zip(*points), style, label=key, markersize=3, linewidth=1)
 
 
+def read_choices(path):
+    """The questions of a .jsonl file in HellaSwag's or ARC's own format: a list of (context, candidates, the right one's
+    number). Raises UserError where a line is neither."""
+    questions = []
+    for number, line in enumerate(regular_file(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            r = json.loads(line)
+            if "ctx" in r:
+                question = r["ctx"], r["endings"], int(r["label"])
+            else:
+                stem, choices = (r["question"]["stem"], r["question"]["choices"]) if isinstance(r["question"], dict) else (r["question"], r["choices"])
+                if isinstance(choices, dict):       # columns, as some copies of ARC have it
+                    choices = [{"text": text, "label": label} for text, label in zip(choices["text"], choices["label"])]
+                question = f"Question: {stem}\nAnswer:", [c["text"] for c in choices], [str(c["label"]) for c in choices].index(str(r["answerKey"]))
+            if not (question[0] and all(question[1]) and "".join(question[1]) and 0 <= question[2] < len(question[1])):
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}, line {number}: neither ctx, endings, label nor question, choices, answerKey") from None
+        questions.append(question)
+    if not questions:
+        raise UserError(f"{path}: no question in it")
+    return questions
+
+
+def score_choices(parallel, tokenizer, questions):
+    """The share of questions whose right candidate is the likeliest as a continuation: by its whole log-probability, and by
+    that divided by its bytes. The ranks share the work."""
+    rank, world, right = dist.get_rank(), dist.get_world_size(), torch.zeros(2, dtype=torch.float64, device=parallel.device)
+    parallel.model.eval()
+    with torch.compiler.set_stance("force_eager"), parallel.precision():
+        for i in range(0, len(questions), world):
+            # Past the end a rank scores the last question once more, for under fsdp all have to take part.
+            context, candidates, answer = questions[min(i + rank, len(questions) - 1)]
+            scores = parallel.model.log_probabilities(tokenizer.encode(context).ids, [tokenizer.encode(" " + c).ids for c in candidates])
+            per_byte = scores / torch.tensor([len(c.encode()) for c in candidates], device=scores.device)
+            if i + rank < len(questions):
+                right += torch.stack([scores.argmax() == answer, per_byte.argmax() == answer])
+    parallel.model.train()
+    dist.all_reduce(right)
+    return (right / len(questions)).tolist()
+
+
 def sample(model, data, prompt, device):
     """A continuation of prompt by the tokenizer beside the data; all ranks take part."""
     tokenizer = load_tokenizer(data)
@@ -469,10 +602,15 @@ def sample(model, data, prompt, device):
 
 def validate(args, parallel, corpus, step, log):
     """Measure, print and log the loss on the validation part."""
-    nats = evaluate(parallel, corpus.val, min(EVAL_BATCH, args.micro_batch))
+    nats = evaluate(parallel, corpus.val, args.eval_batch)
     bits = corpus.bits_per_byte(nats)
     say(f"step {step:5d}  validation loss {nats:.4f}" + (f"  bits per byte {bits:.4f}" if bits is not None else ""))
-    log.write(step=step, val_loss=nats, bits_per_byte=bits)
+    record = {}
+    if args.questions:
+        summed, per_byte = score_choices(parallel, load_tokenizer(args.data), args.questions)
+        say(f"step {step:5d}  of {len(args.questions):,} questions right: {summed:.3f} by log-probability, {per_byte:.3f} by that a byte")
+        record = {"choices": summed, "choices_per_byte": per_byte}
+    log.write(step=step, val_loss=nats, bits_per_byte=bits, **record)
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
@@ -499,22 +637,30 @@ def agree(loss, noted, log, device):
     dist.all_reduce(sums)
     total, terminated, interrupted, failed = sums.tolist()
     if failed:
-        raise UserError(f"{log.path} cannot be written ({log.failure or 'on rank 0'}); is the disk full? the last whole checkpoint stays")
+        on_rank_0(log.check)
     return total / dist.get_world_size(), signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
 
 
-def train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progress, noted):
+def last_step(args):
+    return min(args.steps, args.stop_at or args.steps)
+
+
+def train(args, corpus, parallel, optimizers, checkpoints, log, first_step, progress, noted):
     """The loop, from first_step to the end, --stop-at or a signal; returns (steps done, the signal or None)."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), parallel.device
     loader = Loader(corpus.train, parallel.model.config, args.global_batch, args.micro_batch, args.seed, device, first_step, rank, world)
-    last = min(args.steps, args.stop_at or args.steps)
+    last = last_step(args)
     per_line = replace(progress)
     step, stopped = first_step, None
+    if first_step in range(args.eval_every, last + 1, args.eval_every) and not log.validated(first_step):
+        validate(args, parallel, corpus, first_step, log)           # the run ended between this step's checkpoint and its validation
     while step < last and not stopped:
+        measured = (step + 1) % LOG_EVERY == 0 or step + 1 == last
+        before = {name: p.detach().clone() for name, p in parallel.model.block_matrices().items()} if measured else None
         synchronize(device)
         start, waited = time.perf_counter(), loader.waited
-        lr = learning_rate(step, args.steps, args.lr, args.warmup, args.schedule, args.decay)
-        set_learning_rate(optimizer, lr)
+        share = learning_rate(step, args.steps, 1.0, args.warmup, args.schedule, args.decay)
+        set_learning_rate(optimizers, share)
         loss = accumulate(parallel, loader, args.global_batch // args.micro_batch // world)
         grad_norm = parallel.clip(args.clip).item()
         loss, stopped = agree(loss, noted, log, device)
@@ -522,30 +668,38 @@ def train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progr
             if not math.isfinite(value):
                 raise UserError(f"step {step + 1}: the {what} is {value}; stopped before the update, and the last checkpoint stays. "
                                f"Try a smaller --lr or a longer --warmup")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         synchronize(device)
         seconds, step = time.perf_counter() - start, step + 1
+        timed, waited = step > first_step + 1, loader.waited - waited           # the first step compiles
         for p in (progress, per_line):
-            p.add(loss, seconds, loader.waited - waited, counts=step > first_step + 1)
-        log.write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=seconds, data_wait=loader.waited - waited)
+            p.add(loss, seconds, waited, timed)
+        log.write(step=step, loss=loss, lr=share * args.lr, grad_norm=grad_norm, seconds=seconds, data_wait=waited, timed=timed,
+                  **({"matrices": matrix_sizes(parallel.model, before)} if measured else {}))
         if step % LOG_EVERY == 0 or step == last or stopped:
-            say(per_line.line(step, lr, grad_norm))
+            say(per_line.line(step, share * args.lr, grad_norm))
             per_line = replace(progress)
-        if step % args.eval_every == 0 or step == args.steps:
-            validate(args, parallel, corpus, step, log)
-        if step % args.save_every == 0 or step == last or stopped:
+        if step % args.save_every == 0 or step in args.keep_at or step == last or stopped:
             checkpoints.save(step)
+        if (step % args.eval_every == 0 or step == args.steps) and not stopped:
+            validate(args, parallel, corpus, step, log)
     loader.close()
+    on_rank_0(log.check)
     return step, stopped
 
 
 def run(args, device):
     """Train as the flags say, in a process group that is joined already; returns the signal that ended it, or None."""
     started, world = time.perf_counter(), dist.get_world_size()
+    args.eval_batch = min(EVAL_BATCH, args.micro_batch or EVAL_BATCH)           # the same for any number of processes
     args.micro_batch = micro_batch_size(args.global_batch, world, args.micro_batch)
     corpus = first_on_rank_0(lambda: load_corpus(args.data, args.seq_len))
-    config = config_from(args, vocab_size=corpus.vocab_size)
+    identity = {"data": data_identity(corpus), "global_batch": args.global_batch, "seed": args.seed, "optimizer": args.optimizer}
+    same_everywhere(identity["data"])
+    config = GPTConfig.from_depth(args.depth, corpus.vocab_size, args.seq_len) if args.depth else config_from(args, vocab_size=corpus.vocab_size)
+    args.questions = read_choices(args.choices) if args.choices else []
     say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}")
     sampled = args.sample and can_sample(args.data, args.sample, config.vocab_size)
     torch.manual_seed(args.seed)        # the same model on every rank
@@ -553,32 +707,31 @@ def run(args, device):
     model.recompute = args.recompute
     flops, n_params = model.flops_per_token(), model.num_params()           # of all of it: fsdp leaves each rank its shard
     parallel = Parallel(model, args.strategy, device, args.compile)
-    optimizer = model.adamw(args.lr, args.weight_decay)
-    checkpoints = Checkpoints(args.out, parallel, optimizer, {"data": data_identity(corpus), "global_batch": args.global_batch,
-                                                              "seed": args.seed, "optimizer": args.optimizer})
-    on_rank_0(lambda: (args.out.mkdir(parents=True, exist_ok=True), checkpoints.clean()))
-    if checkpoints.newest_first() and not args.resume:
-        raise UserError(f"{args.out} holds checkpoints of a run; continue it with --resume, or start another with --out DIR")
-    dist.barrier()                      # every rank has looked before rank 0 writes
-    first_step = checkpoints.resume() if args.resume else 0
+    optimizers = model.muon(args.lr, args.weight_decay, args.embedding_lr) if args.optimizer == "muon" else [model.adamw(args.lr, args.weight_decay)]
+    checkpoints = Checkpoints(args.out, parallel, optimizers, identity, {name: getattr(args, name) for name in OF_THE_RUN}, args.keep_at)
+    on_rank_0(lambda: checkpoints.claim(args.resume))
+    first_step = checkpoints.branch(args.resume) if isinstance(args.resume, Path) else checkpoints.resume() if args.resume else 0
     log = Log(args.out / "log.jsonl", first_step)
 
     peak, tokens_a_step = datasheet_peak(device, "bf16"), args.global_batch * config.seq_len
     cost = Run("", n_params, world, config.d_model, config.n_layer, config.seq_len, args.micro_batch, args.steps * tokens_a_step,
                config.vocab_size, args.recompute)
-    forecast = (args.steps - first_step) * tokens_a_step * flops / (world * peak * CHAPTER_MFU) if peak else None
-    say(plan_text(args, model, corpus, cost, first_step, forecast, world))
+    steps = max(0, last_step(args) - first_step)
+    forecast = steps * tokens_a_step * flops / (world * peak * CHAPTER_MFU) if peak else None
+    say(plan_text(args, flops, corpus, cost, steps, forecast, world))
     progress = Progress(tokens_a_step, flops, peak and world * peak, device)
     with noted_signals() as noted:
-        step, stopped = train(args, corpus, parallel, optimizer, checkpoints, log, first_step, progress, noted)
+        step, stopped = train(args, corpus, parallel, optimizers, checkpoints, log, first_step, progress, noted)
     say(f"{'stopped by ' + stopped.name if stopped else 'done'} at step {step}: {duration_text(progress.seconds)} in timed steps of "
-        f"{duration_text(time.perf_counter() - started)} (forecast of all steps {duration_text(forecast)}), "
+        f"{duration_text(time.perf_counter() - started)} (forecast {duration_text(forecast)}), "
         f"{progress.rate_text()} (forecast {cost.memory(args.strategy == 'fsdp'):.2f} GB)")
     if stopped:
         say(f"saved; go on with --resume --out {args.out}")
         return stopped
-    on_rank_0(lambda: leave_results(args, corpus, log, {"world": world, "params": n_params, "step": step, "tokens_per_s": progress.rate(),
-                                                        "peak_memory_gb": peak_memory_gb(device)}))
+    on_rank_0(lambda: leave_results(args, corpus, log, {
+        "world": world, "params": n_params, "step": step, "tokens_per_s": progress.rate(), "mfu": progress.mfu(),
+        "data_wait": progress.waited / progress.seconds if progress.seconds else None, "seconds": progress.seconds, "forecast_seconds": forecast,
+        "peak_memory_gb": peak_memory_gb(device), "forecast_gb": cost.memory(args.strategy == "fsdp")}))
     if sampled:
         say(sample(model, args.data, args.sample, device))
     return None
@@ -587,7 +740,7 @@ def run(args, device):
 def leave_results(args, corpus, log, measured):
     """The curve, and the run's figures in runs/train_gpu.json."""
     records = read_log(log.path)
-    last = {key: next((r[key] for r in reversed(records) if key in r), None) for key in ("loss", "val_loss", "bits_per_byte")}
+    last = {key: next((r[key] for r in reversed(records) if key in r), None) for key in ("loss", "val_loss", "bits_per_byte", "choices", "choices_per_byte")}
     save_results("train_gpu", {"corpus": corpus.name, "out": str(args.out), **last, **measured})
     write_curve(records, args.out / "loss.png", corpus.name)
 
@@ -604,6 +757,11 @@ def can_sample(data, prompt, vocab_size):
     return not reason
 
 
+def numbers(text):
+    """An argparse type: whole numbers with commas between."""
+    return tuple(positive(int)(part) for part in text.split(","))
+
+
 def parse_args(argv):
     parser = Parser(description=__doc__)
     add_data_flag(parser)
@@ -616,38 +774,64 @@ def parse_args(argv):
         ("--micro-batch", {"type": whole, "metavar": "N"}, f"sequences a process computes at once; up to {LARGEST_MICRO_BATCH} if not given"),
         ("--global-batch", {"type": whole, "default": 128, "metavar": "N"}, "sequences a step, on all processes together"),
         ("--steps", {"type": whole, "default": 2000, "metavar": "N"}, "updates"),
-        ("--lr", {"type": number, "default": 1e-3, "metavar": "X"}, "peak learning rate"),
+        ("--tokens", {"type": count, "metavar": "N"}, "tokens to train on, e.g. 6B, instead of --steps"),
+        ("--lr", {"type": number, "metavar": "X"}, "peak learning rate (default: 0.001, of muon 0.02)"),
         ("--warmup", {"type": whole, "default": 100, "metavar": "N"}, "steps of linear warm-up"),
         ("--schedule", {"choices": SCHEDULES, "default": "cosine"}, "of the learning rate after it"),
         ("--decay", {"type": number, "default": 0.2, "metavar": "X"}, "share of the steps in which wsd falls to zero"),
-        ("--optimizer", {"choices": ("adamw",), "default": "adamw"}, "what updates the parameters"),
-        ("--weight-decay", {"type": float, "default": 0.1, "metavar": "X"}, "of the matrices"),
+        ("--optimizer", {"choices": ("adamw", "muon"), "default": "adamw"}, "of all parameters, or muon of the blocks' matrices and adamw of the rest"),
+        ("--embedding-lr", {"type": number, "default": EMBEDDING_LR, "metavar": "X"}, "peak learning rate of adamw beside muon"),
+        ("--weight-decay", {"type": float, "metavar": "X"}, "of the matrices (default: 0.1, of muon 0)"),
         ("--clip", {"type": number, "default": 1.0, "metavar": "X"}, "largest norm of the gradient"),
         ("--seed", {"type": int, "default": 0, "metavar": "N"}, "of the initial weights and the order of the data"),
         ("--eval-every", {"type": whole, "default": 250, "metavar": "N"}, "steps between validations"),
         ("--save-every", {"type": whole, "default": 500, "metavar": "N"}, "steps between checkpoints"),
+        ("--keep-at", {"type": numbers, "default": (), "metavar": "N,N"}, "steps whose checkpoints are kept, to branch off from"),
+        ("--choices", {"type": Path, "metavar": "FILE"}, "a .jsonl of HellaSwag's or ARC's questions, answered at each validation"),
         ("--stop-at", {"type": whole, "metavar": "N"}, "stop there, saved; the schedule is still that of --steps"),
         ("--sample", {"metavar": "TEXT"}, "write a continuation of it at the end"),
     )
     for name, options, text in flags:
-        default = f" (default: {options['default']})" if "default" in options else ""
+        default = f" (default: {options['default']})" if options.get("default") else ""
         parser.add_argument(name, help=text + default, **options)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile (default: on a GPU)")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass to save memory")
-    parser.add_argument("--resume", action="store_true", help="continue from the run's newest whole checkpoint, if it has one")
+    parser.add_argument("--resume", nargs="?", const=True, metavar="CHECKPOINT", type=Path,
+                        help="continue from the run's newest whole checkpoint, if it has one; or branch off that of another run")
+    parser.add_argument("--depth", type=positive(int, 1000), metavar="D", help="a model of the report's family instead, of D layers (context 2048 if not given)")
+    parser.add_argument("--preset", choices=PRESETS, help="report: the report's run; other flags change it")
+    early, _ = parser.parse_known_args(argv)
+    preset = PRESETS.get(early.preset, {})
+    if early.depth or "depth" in preset:
+        parser.set_defaults(seq_len=2048, d_model=None, n_layer=None, n_head=None)
+    parser.set_defaults(**preset)
     args = parser.parse_args(argv)
+    if args.depth and (args.d_model or args.n_layer or args.n_head):
+        parser.error("--depth sets width, layers and heads: leave out --d-model, --n-layer and --n-head")
+    if args.tokens:
+        args.steps = int(args.tokens // (args.global_batch * args.seq_len))
+        if not args.steps:
+            parser.error(f"--tokens is less than one step's {args.global_batch * args.seq_len:,}")
     if args.decay > 1:
         parser.error(f"--decay {args.decay:g} is a share of the steps, at most 1")
-    if not 0 <= args.weight_decay < math.inf or args.seed < 0:
-        parser.error("--weight-decay and --seed cannot be negative")
+    lr, weight_decay = (0.02, 0.0) if args.optimizer == "muon" else (1e-3, WEIGHT_DECAY)
+    args.lr = args.lr or lr
+    args.weight_decay = weight_decay if args.weight_decay is None else args.weight_decay
+    if not 0 <= args.weight_decay <= 1e3 or not 0 <= args.seed < 1 << 63:
+        parser.error("--weight-decay is from 0 to 1000, --seed from 0 to 2^63 - 1")
     return args
+
+
+def out_of_memory_text(args, error):
+    """The error's first sentence, and which flags of this run would still help."""
+    helpful = [flag for flag, helps in (("a smaller --micro-batch", args.micro_batch != 1), ("--recompute", not args.recompute),
+                                        ("--strategy fsdp on several GPUs", args.strategy != "fsdp")) if helps]
+    return f"out of memory ({str(error).split('. ')[0][:100]}): {', '.join(helpful) or 'a smaller model or context'} would help"
 
 
 @command
 def main(argv=None):
     args = parse_args(argv)
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device {args.device}: no CUDA device here; to try it on a CPU: --device cpu")
     device = pick_device(args.device)
     check_runs()
     if args.compile is None:
@@ -657,10 +841,11 @@ def main(argv=None):
     try:
         with process_group(device) as device:
             stopped = run(args, device)
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"out of GPU memory ({str(error).split('.')[0]}): a smaller --micro-batch, --recompute or "
-                        f"--strategy fsdp would help") from None
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UserError(out_of_memory_text(args, error)) from None
     except Exception as error:
+        if any(sign in str(error) for sign in OUT_OF_MEMORY):       # on a CPU
+            raise UserError(out_of_memory_text(args, error)) from None
         reason = None if isinstance(error, OSError) else compile_failure(error)
         if reason is None:
             raise

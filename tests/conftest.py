@@ -1,6 +1,7 @@
 """What all tests share: a small corpus, each test's own directory, and no network."""
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,12 @@ def assert_one_line(process_or_capture, *words):
     assert len(error.splitlines()) == 1 and "Traceback" not in error, error
     for word in words:
         assert str(word) in error, error
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 class Refusal:

@@ -54,6 +54,40 @@ def test_the_reports_energy(capsys):
     assert "cost 60.00 at 2 a GPU-hour" in budget.cost_text(run, hours, 300, 2.0)
 
 
+def test_the_reports_table(capsys):
+    main(["--depth", "18", "20", "22", "--kwh-price", "0.28", "--loss", "2.533"])
+    out, rows = capsys.readouterr().out, json.load(open("runs/budget.json"))["rows"]
+    column = {line[:18].strip(): line.split()[-2] for line in out.splitlines() if len(line.split()) >= 4}
+    for name, figure in (("layers", "20"), ("width", "1,280"), ("heads", "10"), ("blocks", "393.2M"), ("each embedding", "64.4M"), ("N", "457.6M"),
+                         ("total", "522.0M"), ("FLOPs a token", "3.375e+09"), ("tokens a step", "524,288"), ("steps", "11,444"),
+                         ("tokens", "5,999,951,872"), ("times the sweep", "20.2"), ("hours", "15.0"), ("kWh", "9.0"), ("price of it", "2.51")):
+        assert column[name] == figure, name
+    assert "0.7910 bits a byte" in out and out.rstrip().endswith("3.4") and [row["layers"] for row in rows] == [18, 20, 22]
+    assert len({f"{row['TFLOP/s a GPU']:.0f}" for row in rows}) == 1        # the report: close to 188 from depth 18 to 22
+
+
+def test_the_reports_measured_rate(capsys):
+    main(["--depth", "20", "--measured-tokens-per-s", "111000"])
+    row = json.load(open("runs/budget.json"))["rows"][0]
+    assert f"{row['hours']:.1f}" == "15.0" and 187 < row["TFLOP/s a GPU"] < 188 and f"{row['kWh']:.0f}" == "9"
+    assert row["TFLOP/s a GPU"] == pytest.approx((6 * 457_605_120 + 12 * 20 * 2048 * 1280) * 111_000 / 2 / 1e12)
+    main(["--depth", "20", "--gpu", "h100", "--gpus", "8", "--mfu", "0.5", "--tokens", "9B"])
+    row = json.load(open("runs/budget.json"))["rows"][0]
+    assert row["steps"] == 17_166 and row["TFLOP/s a GPU"] == pytest.approx(989 / 2)
+
+
+@pytest.mark.parametrize("budget_flops, n, tokens_a_param", [(1e17, 33e6, 11.5), (3e17, 62e6, 9.9), (1e18, 116e6, 9.5)])
+def test_the_sweeps_tokens_a_parameter_follow_from_its_count_of_flops(budget_flops, n, tokens_a_param):
+    """D = C / (6N + 12 d T h) at the optimum's N, of the family whose blocks and output matrix make N."""
+    depth = min((d / 1000 for d in range(2000, 20_000)), key=lambda d: abs(12 * 64 ** 2 * d ** 3 + 50_304 * 64 * d - n))
+    assert budget_flops / (6 * n + 12 * depth * 2048 * 64 * depth) / n == pytest.approx(tokens_a_param, rel=0.02)
+
+
+def test_a_run_too_large_for_one_gpu_without_a_shape():
+    text = budget.fit_text(Run("70B", 70e9, gpus=64), H100)
+    assert "need FSDP (17.5 GB each)" in text and "more GPUs" in budget.fit_text(Run("70B", 70e9, gpus=2), H100)
+
+
 def test_any_run_by_flags(capsys):
     main(["--d-model", "2048", "--n-layer", "24", "--n-head", "16", "--seq-len", "2048", "--gpus", "8", "--gpu", "A100-80GB",
           "--vocab-size", "50304", "--tokens", "26B", "--mfu", "0.5", "--price", "2", "--watts", "350"])
@@ -125,7 +159,8 @@ def test_recomputing_keeps_one_layer_and_the_inputs_of_the_others():
     (["--d-model", "65", "--n-layer", "2", "--n-head", "4"], "does not divide"), (["--tokens", "1B", "--tokens-per-param", "3"], "not allowed"),
     (["--d-model", "65", "--n-layer", "2"], "even head size"), (["--params", "1B", "--n-head", "7"], "--d-model"), (["--n-layer", "100000000"], "--n-layer"),
     (["--params", "1e308"], "--params"), (["--mfu", "1e-300", "--params", "1B"], "--mfu"), (["--vocab-size", "9" * 21], "--vocab-size"),
-    (["--price", "-2"], "--price"), (["--nonsense"], "--nonsense"), (["--param", "1B"], "--param")])
+    (["--depth", "20", "--d-model", "64"], "--d-model"), (["--depth", "0"], "--depth"), (["--measured-tokens-per-s", "5"], "--depth"),
+    (["--depth", "18", "20", "--measured-tokens-per-s", "5"], "one number"), (["--price", "-2"], "--price"), (["--nonsense"], "--nonsense"), (["--param", "1B"], "--param")])
 def test_refusals(argv, words, refused, tmp_path):
     refused(main, *argv, words=(words,))
     assert not (tmp_path / "runs").exists()

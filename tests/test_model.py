@@ -10,13 +10,15 @@ import sys
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import budget
-from conftest import assert_one_line, run_script
+from conftest import assert_one_line, free_port, run_script
 from grad_accum import saved_bytes
-from model import (GPT, GPTConfig, Parser, UserError, add_model_flags, command, config_from, count, duration_text, plot, positive,
-                   save_results, size_text, written_whole)
+from model import (REPORT_FAMILY, GPT, GPTConfig, Muon, Parser, UserError, add_model_flags, command, config_from, count, duration_text, plot, positive,
+                   rope_tables, rotate, save_results, size_text, written_whole)
 
 TINY = GPTConfig(vocab_size=97, n_layer=2, n_head=2, d_model=32, seq_len=16)
 
@@ -208,6 +210,146 @@ def test_sizes_that_do_not_fit(changes, words):
 def test_a_sequence_longer_than_the_context():
     with pytest.raises(UserError, match="17.*16"):
         tiny()(tokens(T=17))
+
+
+# --- the report's family --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("depth, width, heads, blocks, embedding, n, total", [
+    (20, 1280, 10, "393.2", "64.4", "457.6", "522.0"), (4, 256, 2, "3.1", "12.9", "16.0", "28.9"),
+    (12, 768, 6, "84.9", "38.6", "123.6", "162.2"), (14, 896, 7, "134.9", "45.1", "179.9", "225.0")])
+def test_the_reports_sizes(depth, width, heads, blocks, embedding, n, total):
+    config = GPTConfig.from_depth(depth)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert (config.d_model, config.n_head, config.head_dim, config.seq_len, config.padded_vocab) == (width, heads, 128, 2048, 50_304)
+    assert sum(p.numel() for p in model.blocks.parameters()) == 12 * width ** 2 * depth
+    counts = (12 * width ** 2 * depth, model.embedding.weight.numel(), model.num_compute_params(), model.num_params())
+    assert tuple(f"{count / 1e6:.1f}" for count in counts) == (blocks, embedding, n, total)
+    assert model.flops_per_token() == 6 * model.num_compute_params() + 12 * depth * 2048 * width
+
+
+def test_odd_depths_have_a_whole_number_of_heads():
+    assert [(GPTConfig.from_depth(d).d_model, GPTConfig.from_depth(d).n_head) for d in (1, 3, 5)] == [(128, 1), (256, 2), (384, 3)]
+
+
+def small_report(seed=0, **changes):
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{"vocab_size": 97, "n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 16, **REPORT_FAMILY, **changes}))
+    for p in model.block_matrices().values():       # away from the zeros it starts with
+        torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+def test_the_reports_network_is_the_one_described():
+    """Once more by hand: norms without gains, queries and keys normalised, squared ReLU, an output matrix of its own."""
+    model = small_report().double()
+    c, w, idx = model.config, dict(model.named_parameters()), tokens()
+
+    def norm(x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+    x = w["embedding.weight"][idx]
+    for i in range(c.n_layer):
+        q, k, v = (norm(x) @ w[f"blocks.{i}.attn.qkv.weight"].T).view(3, 16, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        q, k = rotate(norm(q), *rope_tables(c)), rotate(norm(k), *rope_tables(c))
+        scores = (q @ k.transpose(-1, -2) / 4).masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).reshape(3, 16, 32) @ w[f"blocks.{i}.attn.proj.weight"].T
+        x = x + (norm(x) @ w[f"blocks.{i}.mlp.up.weight"].T).clamp(min=0) ** 2 @ w[f"blocks.{i}.mlp.down.weight"].T
+    torch.testing.assert_close(model(idx), (norm(x) @ w["head.weight"].T)[..., :97], rtol=1e-5, atol=1e-6)
+    assert not [name for name, p in model.named_parameters() if p.dim() < 2]
+
+
+def test_the_padding_of_the_vocabulary_takes_no_part():
+    model, idx = small_report(), tokens()
+    assert model.config.padded_vocab == 128 and model(idx).shape == (3, 16, 97)
+    loss = model(idx, idx)[1]
+    loss.backward()
+    assert model.head.weight.grad[97:].abs().max() == 0 and model.embedding.weight.grad[97:].abs().max() == 0
+    with torch.no_grad():
+        model.head.weight[97:] = 1e3
+    assert torch.equal(model(idx, idx)[1], loss)
+    assert model.generate(idx, 50, temperature=50.0, generator=torch.Generator().manual_seed(0)).max() < 97
+
+
+def test_the_reports_initialisation():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=500, n_layer=2, n_head=2, d_model=64, seq_len=16, **REPORT_FAMILY))
+    idx = tokens(vocab=500)
+    assert torch.equal(model.blocks[0](x := torch.randn(2, 16, 64), model.cos, model.sin), x)      # a block is the identity
+    assert model(idx, idx)[1].item() == pytest.approx(math.log(500), abs=0.01)
+    for name, p in model.named_parameters():
+        std = 0 if name.endswith(("attn.proj.weight", "mlp.down.weight")) else {"embedding.weight": 1, "head.weight": 0.001}.get(name, 64 ** -0.5)
+        assert p.std().item() == pytest.approx(std, rel=0.05), name
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
+    for model in (small_report(), tiny()):
+        muon, adamw = model.muon(0.02)
+        names = {id(p): name for name, p in model.named_parameters()}
+        groups = [[names[id(p)] for group in optimizer.param_groups for p in group["params"]] for optimizer in (muon, adamw)]
+        assert sorted(groups[0] + groups[1]) == sorted(names.values())              # each in exactly one
+        assert all(name.startswith("blocks.") and "norm" not in name for name in groups[0])
+        assert {"embedding.weight"} <= set(groups[1]) and not [name for name in groups[1] if name.startswith("blocks.") and "norm" not in name]
+        assert {group["weight_decay"] for group in adamw.param_groups} == {0.0}
+
+
+def test_muons_update_is_orthogonal_and_a_rows_share_of_it_is_the_wholes():
+    torch.manual_seed(0)
+    direction = torch.randn(64, 16)
+    group = {"lr": 0.5, "ns_coefficients": (3.4445, -4.7750, 2.0315), "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None}
+    p = torch.nn.Parameter(torch.ones(64, 16))
+    p.grad = direction.clone()
+    torch.optim.Muon([p], lr=0.5, weight_decay=0.0, momentum=0.0).step()
+    torch.testing.assert_close(Muon.move(direction.clone(), group), p.detach() - 1, rtol=1e-2, atol=1e-3)
+    values = torch.linalg.svdvals(Muon.move(direction, group)) / (0.5 * math.sqrt(64 / 16))
+    assert 0.6 < values.min() and values.max() < 1.3
+
+
+def update_of_two_ranks(rank, port, results):
+    """Two steps of Muon on a sharded model, whole; rank 0 leaves the matrices."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    with budget.process_group(torch.device("cpu")):
+        model = small_report(d_model=48, n_layer=2)                 # 48 rows, 144 and 192: shares of another shape than the whole
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        matrices = two_steps(model)
+        if rank == 0:
+            torch.save(matrices, results)
+
+
+def two_steps(model):
+    optimizers = model.muon(0.02, weight_decay=0.1)
+    for seed in (1, 2):
+        model(tokens(seed=seed), tokens(seed=seed + 9))[1].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in model.named_parameters()}
+
+
+def test_two_ranks_sharded_update_is_one_processs(tmp_path):
+    """Up to the bf16 in which the orthogonalisation computes: both ranks see the same data, so the gradients are the same."""
+    mp.spawn(update_of_two_ranks, (free_port(), tmp_path / "two.pt"), nprocs=2)
+    two, start = torch.load(tmp_path / "two.pt", weights_only=True), {n: p.detach().clone() for n, p in small_report(d_model=48).named_parameters()}
+    one = two_steps(small_report(d_model=48))
+    for name in one:
+        error = (two[name] - one[name]).norm() / (one[name] - start[name]).norm()
+        assert error < 0.02, (name, error)
+
+
+def test_log_probabilities_by_hand_and_of_unequal_lengths():
+    model = tiny()
+    context, continuations = [5, 6, 7], [[1], [2, 3, 4], [8, 9]]
+    scores = model.log_probabilities(context, continuations)
+    for score, c in zip(scores, continuations, strict=True):
+        log_p = model(torch.tensor([context + c])).log_softmax(-1)[0]
+        assert score.item() == pytest.approx(sum(log_p[len(context) - 1 + i, token].item() for i, token in enumerate(c)), rel=1e-5)
+    longer = model.log_probabilities(list(range(90)), [[1, 2]])     # of a context too long its end is seen
+    assert longer.item() == pytest.approx(model.log_probabilities(list(range(75, 90)), [[1, 2]]).item(), rel=1e-5)
+    for wrong in (([], [[1]]), ([1], [[]]), ([1], [list(range(17))])):
+        with pytest.raises(UserError, match="can be scored"):
+            model.log_probabilities(*wrong)
 
 
 # --- the habits all scripts share ------------------------------------------------------------------------------------

@@ -1,17 +1,26 @@
 """prepare_data.py: what it makes of texts, what it reads, and what it refuses."""
+import gzip
+import importlib.util
+import json
 import math
 import os
 import pickle
+import random
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import tiktoken
 import torch
 from tokenizers import Tokenizer
 
 import prepare_data
 from conftest import assert_one_line, chinese_text, english_text, run_script, save_tokens
 from model import GPTConfig, UserError
-from prepare_data import (check_ids, documents_of, id_dtype, load_corpus, main, prepare_default, sample_batch,
+from prepare_data import (Tokens, check_ids, documents_of, id_dtype, load_corpus, main, prepare_default, sample_batch,
                           split_last_tenth, train_tokenizer)
 
 
@@ -112,7 +121,7 @@ def test_large_vocabularies_are_read_unwrapped(vocab_size):
     corpus = load_corpus()
     x, y = sample_batch(corpus.train, 16, 64, torch.Generator().manual_seed(0))
     assert x.dtype == y.dtype == torch.int64 and x.max() > 32_767 and 0 <= x.min()
-    assert int(corpus.train.max()) == int(stored["train"].max()) < vocab_size
+    assert int(corpus.train.arrays[0].max()) == int(stored["train"].max()) < vocab_size
 
 
 def test_encodings_line_ends_and_byte_order_marks():
@@ -126,8 +135,9 @@ def test_encodings_line_ends_and_byte_order_marks():
 
 def test_batches_are_drawn_as_the_chapter_draws_them():
     save_tokens()
-    train = load_corpus().train
-    x, y = sample_batch(train, 16, 5, torch.Generator().manual_seed(3))
+    tokens = load_corpus().train
+    train = tokens.arrays[0]
+    x, y = sample_batch(tokens, 16, 5, torch.Generator().manual_seed(3))
     starts = torch.randint(0, len(train) - 17, (5,), generator=torch.Generator().manual_seed(3))
     for row, j in enumerate(starts.tolist()):
         assert x[row].tolist() == train[j:j + 16].tolist() and y[row].tolist() == train[j + 1:j + 17].tolist()
@@ -258,7 +268,7 @@ def test_one_window_is_the_least_and_is_enough():
     save_tokens(n_train=18, n_val=18)
     corpus = load_corpus(seq_len=16)
     x, y = sample_batch(corpus.train, 16, 4, torch.Generator().manual_seed(0))
-    assert y[0].tolist() == corpus.train[1:17].tolist()
+    assert y[0].tolist() == corpus.train.arrays[0][1:17].tolist()
     with pytest.raises(UserError):
         load_corpus(seq_len=17)
 
@@ -268,7 +278,7 @@ def test_one_window_is_the_least_and_is_enough():
     (b"one paragraph only", (), "one document only"), (b"too\n\nshort", (), "too short for one context of 128"),
     (b"a\0b" * 300, (), "not text"), (b"text" * 300, ("--encoding", "klingon"), "klingon"),
     (english_text().encode(), ("--vocab-size", "100"), "--vocab-size 100"), (english_text().encode(), ("--vocab-size", "0"), "positive"),
-    (english_text().encode(), ("--vocab-size", "many"), "positive"), (english_text().encode(), ("--tokenizer", "word"), "invalid choice")])
+    (english_text().encode(), ("--vocab-size", "many"), "positive"), (english_text().encode(), ("--tokenizer", "word"), "--tokenizer word: none of auto, char, byte")])
 def test_texts_and_flags_that_are_refused(content, flags, words, refused, tmp_path):
     if content is not None:
         (tmp_path / "text.txt").write_bytes(content)
@@ -280,7 +290,7 @@ def test_what_is_no_file(refused, tmp_path):
     os.mkfifo("pipe")
     for place, words in ((tmp_path, "a directory"), ("pipe", "a device or a pipe"), ("/dev/zero", "a device or a pipe"), ("none", "no such file")):
         refused(main, place, words=(words,))
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match="no train shard" if place == tmp_path else words):
             load_corpus(place)
 
 
@@ -345,6 +355,271 @@ def test_out_takes_another_directory(tmp_path):
     (tmp_path / "text.txt").write_text(english_text())
     main(["text.txt", "--out", "elsewhere/deep"])
     assert not (tmp_path / "tokens.pt").exists() and load_corpus("elsewhere/deep/tokens.pt").name == "text.txt"
+
+
+# --- shards ---------------------------------------------------------------------------------------------------------
+
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+@pytest.fixture
+def small_gpt2(monkeypatch):
+    """GPT-2's splitting of text, with a vocabulary of bytes and a few merges, where a test has no network."""
+    ranks = {bytes([i]): i for i in range(256)} | {merged: 256 + i for i, merged in enumerate((b"th", b" t", b"\n\n", b" th", b"an", b"  "))}
+    encoding = tiktoken.Encoding("small", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 262})
+    monkeypatch.setattr(prepare_data, "tiktoken_encoding", lambda name: encoding)
+    return encoding
+
+
+def write_jsonl(path, texts, field="text"):
+    with (gzip.open if str(path).endswith(".gz") else open)(path, "wt", encoding="utf-8") as f:
+        f.writelines(json.dumps({field: text, "id": i}) + "\n" for i, text in enumerate(texts))
+
+
+def shard_ids(split, out="out"):
+    """A split's ids, read as llm.c reads its shards."""
+    parts = []
+    for path in sorted(Path(out).glob(f"{split}_*.bin")):
+        header = np.fromfile(path, np.int32, 256)
+        parts.append(np.fromfile(path, np.uint16, offset=1024))
+        assert header[:3].tolist() == [20240520, 1, len(parts[-1])] and not header[3:].any()
+    return np.concatenate(parts) if parts else np.empty(0, np.uint16)
+
+
+def documents_in(ids, encoding):
+    """The texts between the ends."""
+    return [encoding.decode(part.tolist()) for part in np.split(ids, np.flatnonzero(ids == encoding.eot_token) + 1)[:-1]] if len(ids) else []
+
+
+TEXTS = [f"{english_text(2, seed=i)} <|endoftext|> document {i}\n\n\n  end " for i in range(120)]
+
+
+def to_shards(*paths, flags=("--val-share", "0.1"), out="out"):
+    main(["--tokenizer", "gpt2", "--out", out, *map(str, paths), *flags])
+    return json.load(open(f"{out}/meta.json"))
+
+
+def test_each_document_is_encoded_and_ended_and_none_is_split_between_the_parts(small_gpt2):
+    write_jsonl("a.jsonl", TEXTS)
+    meta = to_shards("a.jsonl")
+    end = [small_gpt2.eot_token]
+    train, val = (documents_in(shard_ids(split), small_gpt2) for split in ("train", "val"))
+    assert sorted(train + val) == sorted(text + "<|endoftext|>" for text in TEXTS) and not set(train) & set(val)
+    assert 1 <= len(val) <= 30 and meta["documents"] == {"train": len(train), "val": len(val)} and meta["vocab_size"] == 263
+    in_order = [text for text in TEXTS if text + "<|endoftext|>" in set(train)]
+    assert shard_ids("train").tolist() == sum((small_gpt2.encode_ordinary(text) + end for text in in_order), [])
+    assert meta["bytes_per_token"]["val"] == pytest.approx(sum(len(t) - 13 for t in val) / len(shard_ids("val")))
+    corpus = load_corpus("out", seq_len=16)
+    assert corpus.name == "a.jsonl" and corpus.bits_per_byte(1.0) == pytest.approx(1 / math.log(2) / meta["bytes_per_token"]["val"])
+    assert not list(Path("out").glob("*.part")) and not Path("out/progress.json").exists()
+
+
+def test_validation_is_the_same_documents_whatever_stands_beside_them(small_gpt2):
+    write_jsonl("a.jsonl", TEXTS)
+    write_jsonl("b.jsonl", TEXTS[::-1][:60] + [english_text(1, seed=500 + i) for i in range(40)])
+    to_shards("a.jsonl", out="one")
+    to_shards("b.jsonl", out="other")
+    one, other = (set(documents_in(shard_ids("val", out), small_gpt2)) for out in ("one", "other"))
+    assert {t for t in other if t.removesuffix("<|endoftext|>") in TEXTS} == {t for t in one if t.removesuffix("<|endoftext|>") in TEXTS[60:]}
+
+
+def test_every_kind_of_file_gives_the_same_tokens(small_gpt2):
+    write_jsonl("a.jsonl", TEXTS)
+    write_jsonl("b.jsonl.gz", TEXTS, field="content")
+    expected = to_shards("a.jsonl", out="a")
+    assert to_shards("b.jsonl.gz", flags=("--val-share", "0.1", "--field", "content"), out="b")["tokens"] == expected["tokens"]
+    kinds = ["b"]
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "c.parquet")
+        to_shards("c.parquet", out="c")
+        kinds.append("c")
+    for out in kinds:
+        assert all(np.array_equal(shard_ids(split, "a"), shard_ids(split, out)) for split in ("train", "val"))
+
+
+def test_texts_are_cut_into_chapters_files_or_paragraphs(small_gpt2):
+    Path("novel.txt").write_text(chinese_text(30), encoding="utf-8")
+    with gzip.open("novel.txt.gz", "wt", encoding="gb18030") as f:
+        f.write(chinese_text(30))
+    assert sum(to_shards("novel.txt")["documents"].values()) == 30
+    assert to_shards("novel.txt.gz", flags=("--val-share", "0.1", "--encoding", "gb18030"))["tokens"] == to_shards("novel.txt")["tokens"]
+    Path("one.txt").write_text(english_text(40))
+    assert sum(to_shards("one.txt")["documents"].values()) == 40
+    for i in range(30):
+        Path(f"{i}.txt").write_text(english_text(3, seed=i))
+    assert sum(to_shards(*(f"{i}.txt" for i in range(30)))["documents"].values()) == 30
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_document_in_pieces_gives_the_tokens_of_the_whole(seed, monkeypatch):
+    """Cuts fall where GPT-2's tokens end: every kind of blank before and after line ends."""
+    monkeypatch.setattr(prepare_data, "PIECE", 50)
+    rng = random.Random(seed)
+    text = "".join(rng.choice(["word", "two words", " ", "\n", "\n\n", "\t", "  ", "they'll", "x\n", "\n y", "12 "]) for _ in range(3000))
+    encoding = tiktoken.Encoding("small", pat_str=GPT2_PATTERN, mergeable_ranks={bytes([i]): i for i in range(256)} | {
+        blanks.encode(): 256 + i for i, blanks in enumerate(("\n\n", "  ", " \n", "\n ", "\n\n\n", " \n\n"))}, special_tokens={})
+    pieces = list(prepare_data.text_pieces(text.splitlines(keepends=True), lambda before, line: False))
+    assert len(pieces) > 20 and "".join(piece for piece, _ in pieces) == text and [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert sum((encoding.encode_ordinary(piece) for piece, _ in pieces), []) == encoding.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 7, 12])
+def test_interrupted_it_goes_on_to_the_same_shards(stop_after, small_gpt2, monkeypatch, capsys):
+    monkeypatch.setattr(prepare_data, "PIECE", 3000)
+    for name, texts in (("a.jsonl", TEXTS[:70]), ("b.jsonl", TEXTS[70:])):
+        write_jsonl(name, texts)
+    flags = ("--val-share", "0.1", "--shard-tokens", "9000")
+    to_shards("a.jsonl", "b.jsonl", flags=flags, out="whole")
+    original, calls = prepare_data.Shard.append, []
+
+    def interrupted(self, ids):
+        calls.append(1)
+        if len(calls) > 2 * stop_after:
+            raise KeyboardInterrupt
+        original(self, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data.Shard, "append", interrupted)
+        with pytest.raises(SystemExit):
+            to_shards("a.jsonl", "b.jsonl", flags=flags)
+    with pytest.raises(UserError):
+        load_corpus("out")
+    capsys.readouterr()
+    to_shards("a.jsonl", "b.jsonl", flags=flags)
+    assert "going on after" in capsys.readouterr().out
+    files = {p.name for p in Path("whole").iterdir()}
+    assert files == {p.name for p in Path("out").iterdir()} and len(files) > 5
+    assert all((Path("whole") / name).read_bytes() == (Path("out") / name).read_bytes() for name in files)
+
+
+def test_shards_of_another_recipe_are_replaced_and_strangers_are_not(small_gpt2, refused):
+    write_jsonl("a.jsonl", TEXTS)
+    to_shards("a.jsonl", flags=("--val-share", "0.1", "--shard-tokens", "1000"))
+    to_shards("a.jsonl")
+    assert len(list(Path("out").glob("*.bin"))) == 2
+    Path("out/meta.json").unlink()
+    refused(main, "--tokenizer", "gpt2", "--out", "out", "a.jsonl", words=("_000000.bin is there", "--force"))
+
+
+@pytest.mark.parametrize("name, content, flags, words", [
+    ("a.jsonl", b'{"text": "fine"}\n{"text": \n', (), "a.jsonl, line 2"), ("a.jsonl", b'{"body": "x"}\n', (), "it has body"),
+    ("a.jsonl", b'{"text": 7}\n', (), "no text in a field 'text'"), ("a.jsonl", b"[1, 2]\n", (), "no JSON object"), ("a.txt", b"\xff\xfe\xfa", (), "--encoding"),
+    ("a.txt", b"", (), "no document fell into the train part"), ("a.txt.gz", b"not gz", (), "not a whole .gz"),
+    ("a.txt.gz", gzip.compress(b"text\n\n" * 9999)[:-20], (), "not a whole .gz"),
+    ("a.parquet", b"PAR1 not parquet", (), "parquet"), ("a.txt", b"text", ("--encoding", "hex"), "--encoding hex"),
+    ("a.txt", b"text", ("--vocab-size", "300"), "its own vocabulary"), ("a.txt", b"text", ("--val-share", "2"), "--val-share")])
+def test_corpora_that_are_refused(name, content, flags, words, small_gpt2, refused):
+    Path(name).write_bytes(content)
+    refused(main, "--tokenizer", "gpt2", "--out", "out", name, *flags, words=(words,))
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(small_gpt2, refused, monkeypatch):
+    write_jsonl("a.jsonl", TEXTS)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        refused(main, "--tokenizer", "gpt2", "--out", "out", "--val-share", "0.1", "a.jsonl", words=("cannot be written", "the same command goes on"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert sum(to_shards("a.jsonl")["documents"].values()) == 120
+
+
+def test_without_the_vocabulary_it_says_where_to_put_it(monkeypatch, refused):
+    Path("a.txt").write_text("text")
+
+    def offline(name):
+        raise ConnectionError("no network in tests")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    refused(main, "--tokenizer", "gpt2", "--out", "out", "a.txt", words=("TIKTOKEN_CACHE_DIR",))
+    assert not Path("out").exists()
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary: its directory in TIKTOKEN_CACHE_DIR")
+def test_with_gpt2s_own_vocabulary():
+    write_jsonl("a.jsonl", [*TEXTS, "Hello world", "halves \ud83d of characters", "三国演义"])
+    meta = to_shards("a.jsonl")
+    encoding = tiktoken.get_encoding("gpt2")
+    assert meta["vocab_size"] == 50_257 and encoding.eot_token == 50_256
+    ids = [i for split in ("train", "val") for i in shard_ids(split).tolist()]
+    assert len(ids) == sum(len(encoding.encode_ordinary(t.encode(errors="replace").decode())) + 1 for t in [*TEXTS, "Hello world", "halves \ud83d of characters", "三国演义"])
+    tokenizer = prepare_data.load_tokenizer("out")
+    assert tokenizer.encode("Hello world").ids == [15496, 995] and tokenizer.decode([15496, 995]) == "Hello world"
+
+
+def test_no_window_crosses_from_one_shard_into_another_and_all_are_there():
+    arrays = [np.arange(0, 20), np.arange(100, 103), np.arange(200, 205), np.empty(0, int), np.arange(300, 309)]
+    tokens, T = Tokens(arrays, 1000), 4
+    assert tokens.positions(T) == 16 + 0 + 1 + 0 + 5 and len(tokens) == 37
+    x, y = tokens.windows(np.arange(tokens.positions(T)), T)
+    expected = [a[i:i + T + 1].tolist() for a in arrays for i in range(len(a) - T)]
+    assert [[*row, last] for row, last in zip(x.tolist(), y[:, -1].tolist())] == expected
+    assert torch.equal(x[:, 1:], y[:, :-1]) and x.dtype == torch.int64
+
+
+def foreign(path, ids, header=(20240520, 1), dtype=np.uint16):
+    """A shard as another project's script writes it."""
+    with open(path, "wb") as f:
+        if header:
+            np.array([*header, len(ids), *[0] * 253], np.int32).tofile(f)
+        np.array(ids, dtype).tofile(f)
+
+
+@pytest.mark.parametrize("names, header, dtype, vocab_size", [
+    (("fineweb_train_000001.bin", "fineweb_val_000000.bin"), (20240520, 1), np.uint16, 50_257),                # modded-nanogpt
+    (("tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"), (20240801, 7), np.uint32, 128_256),           # llm.c, Llama 3's tokenizer
+    (("train.bin", "val.bin"), None, np.uint16, 50_257)])                                                       # nanoGPT
+def test_other_projects_shards_are_read(names, header, dtype, vocab_size):
+    Path("data").mkdir()
+    for name, offset in zip(names, (0, 40_000)):
+        foreign(f"data/{name}", range(offset, offset + 300), header, dtype)
+    corpus = load_corpus("data", seq_len=16)
+    assert corpus.vocab_size == vocab_size and corpus.bits_per_byte(1.0) is None
+    assert corpus.train.windows([3], 16)[0][0].tolist() == list(range(3, 19)) and corpus.val.windows([0], 2)[1].tolist() == [[40_001, 40_002]]
+    one = load_corpus(f"data/{names[0]}", seq_len=16)               # one shard: its last tenth is validation
+    assert (len(one.train), len(one.val)) == (270, 30)
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda: foreign("data/train.bin", range(300), (20240520, 2)), "of version 2"), (lambda: os.truncate("data/train.bin", 1400), "cut short"),
+    (lambda: Path("data/train.bin").write_bytes(b"odd"), "neither a shard"), (lambda: Path("data/train.bin").write_bytes(b""), "neither a shard"),
+    (lambda: os.remove("data/val.bin"), "no val shard"), (lambda: Path("data/meta.json").write_text("{"), "meta.json"),
+    (lambda: Path("data/meta.json").write_text('{"corpus": 7}'), "meta.json"), (lambda: foreign("data/train.bin", range(10)), "a context of 16")])
+def test_shards_that_are_refused(damage, words):
+    Path("data").mkdir()
+    for name in ("train", "val"):
+        foreign(f"data/{name}.bin", range(300))
+    damage()
+    with pytest.raises(UserError, match=words):
+        load_corpus("data", seq_len=16)
+
+
+def test_an_id_beyond_the_vocabulary_is_found_in_its_window():
+    Path("data").mkdir()
+    foreign("data/train.bin", [1] * 200 + [50_257] + [1] * 200)
+    foreign("data/val.bin", [1] * 300)
+    corpus = load_corpus("data", seq_len=16)
+    corpus.train.windows([0, 100], 16)
+    with pytest.raises(UserError, match="data: train has the id 50,257"):
+        corpus.train.windows([0, 190], 16)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(small_gpt2):
+    """Peak memory at ten times the text is the same."""
+    code = ("import sys, tiktoken, prepare_data, resource\n"
+            "prepare_data.tiktoken_encoding = lambda name: tiktoken.Encoding('s', pat_str=sys.argv[1], special_tokens={'<|endoftext|>': 256}, "
+            "mergeable_ranks={bytes([i]): i for i in range(256)})\n"
+            "prepare_data.main(sys.argv[2:])\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+    peaks = []
+    for megabytes in (20, 200):
+        write_jsonl("a.jsonl", (TEXTS[i % 120] * 10 + str(i) for i in range(megabytes * 1_000_000 // (10 * len(TEXTS[0])))))
+        done = subprocess.run([sys.executable, "-c", code, GPT2_PATTERN, "--tokenizer", "gpt2", "--out", "out", "a.jsonl"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    assert peaks[1] < peaks[0] + 40, peaks
 
 
 def test_as_a_reader_runs_it(tmp_path):

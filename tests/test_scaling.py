@@ -45,7 +45,7 @@ def plain_loop(corpus, d_model, n_layer, steps, peak_lr):
                                    {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}],
                                   lr=peak_lr, betas=(0.9, 0.95), fused=False, foreach=False)
     generator, T, losses = torch.Generator().manual_seed(0), scaling.SEQ_LEN, []
-    data = corpus.train.long()
+    data = torch.from_numpy(corpus.train.arrays[0]).long()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak_lr, scaling.WARMUP)

@@ -1,4 +1,5 @@
 """train_gpu.py: the same model from any number of processes, from any interruption, and one clear line for the rest."""
+import contextlib
 import json
 import math
 import os
@@ -6,11 +7,11 @@ import pickle
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train_gpu
-from conftest import ROOT, assert_one_line, run_script, save_tokens
+from conftest import ROOT, assert_one_line, free_port, run_script, save_tokens
 from model import GPT, GPTConfig, UserError
-from prepare_data import load_corpus, window_starts, windows_at
+from prepare_data import Tokens, load_corpus, step_positions
 from train_gpu import Loader, learning_rate, main, micro_batch_size, read_log
 
 SIZE = ("--d-model", "16", "--n-layer", "2", "--n-head", "2", "--seq-len", "16")
@@ -117,17 +118,18 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(global
 
 def test_every_position_is_equally_likely_and_none_is_outside():
     n, T = 40, 16
-    starts = np.concatenate([window_starts(n, T, 1000, 0, step) for step in range(60)])
+    tokens = Tokens([np.arange(n)], n)
+    starts = np.concatenate([step_positions(tokens.positions(T), 1000, 0, step) for step in range(60)])
     counts = np.bincount(starts, minlength=n - T)
     assert len(counts) == n - T                                     # the last window's last target is the last token
     assert ((counts - 2500) ** 2 / 2500).sum() < 60                 # chi-square with 23 degrees of freedom, p < 1e-4
-    x, y = windows_at(torch.arange(n), [n - T - 1], T)
+    x, y = tokens.windows([n - T - 1], T)
     assert y[0, -1] == n - 1 and torch.equal(x[0, 1:], y[0, :-1])
 
 
 def test_windows_are_a_function_of_seed_and_step():
-    assert np.array_equal(window_starts(1000, 16, 8, 3, 7), window_starts(1000, 16, 8, 3, 7))
-    streams = [tuple(window_starts(10 ** 9, 16, 8, seed, step)) for seed in range(5) for step in range(20)]
+    assert np.array_equal(step_positions(1000, 8, 3, 7), step_positions(1000, 8, 3, 7))
+    streams = [tuple(step_positions(10 ** 9, 8, seed, step)) for seed in range(5) for step in range(20)]
     assert len(set(streams)) == 100
 
 
@@ -136,10 +138,11 @@ def test_windows_are_a_function_of_seed_and_step():
 def test_ranks_share_out_the_same_windows(world, micro_batch, tokens):
     """Together the ranks read each step's windows once, whatever their number and the micro-batch."""
     per_step = 8 // micro_batch // world
-    loaders = [Loader(tokens["train"], CONFIG, 8, micro_batch, 0, torch.device("cpu"), 2, rank, world) for rank in range(world)]
+    part = load_corpus().train
+    loaders = [Loader(part, CONFIG, 8, micro_batch, 0, torch.device("cpu"), 2, rank, world) for rank in range(world)]
     for step in (2, 3, 4):
         rows = [loader.next() for _ in range(per_step) for loader in loaders]
-        expected = windows_at(tokens["train"], window_starts(20_000, 16, 8, 0, step), 16)
+        expected = part.windows(step_positions(20_000 - 16, 8, 0, step), 16)
         assert torch.equal(torch.cat([x for x, _ in rows]), expected[0]) and torch.equal(torch.cat([y for _, y in rows]), expected[1])
     for loader in loaders:
         loader.close()
@@ -195,24 +198,19 @@ def test_evaluation_does_not_depend_on_who_computes_it(tokens, monkeypatch):
     parallel = train_gpu.Parallel(model, "ddp", torch.device("cpu"), compiled=False)
     collected = []
     monkeypatch.setattr(train_gpu.dist, "all_reduce", collected.append)
-    alone = train_gpu.evaluate(parallel, tokens["val"])
+    val = load_corpus().val
+    alone = train_gpu.evaluate(parallel, val)
     for world in (2, 3, 5):
         monkeypatch.setattr(train_gpu.dist, "get_world_size", lambda: world)
         parts = []
         for rank in range(world):
             monkeypatch.setattr(train_gpu.dist, "get_rank", lambda: rank)
-            train_gpu.evaluate(parallel, tokens["val"])
+            train_gpu.evaluate(parallel, val)
             parts.append(collected[-1])
         assert torch.equal(sum(parts), collected[0])
     n = 128
-    x, y = windows_at(tokens["val"], np.linspace(0, 4000 - 17, n).astype(int), 16)
+    x, y = val.windows(np.linspace(0, 4000 - 17, n).astype(int), 16)
     assert alone == pytest.approx(model(x, y)[1].item(), rel=1e-6)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def count_reductions(rank, port, strategy, counts):
@@ -275,7 +273,7 @@ def test_what_the_log_holds_beyond_the_checkpoint_is_written_again(monkeypatch):
 
 def test_a_checkpoint_loads_into_a_plain_gpt():
     stored = train()
-    assert stored.keys() == {"model", "optimizer", "step", "config", "identity"} and stored["step"] == 10
+    assert stored.keys() == {"model", "optimizer", "step", "config", "identity", "run"} and stored["step"] == 10
     model = GPT(GPTConfig(**stored["config"]))
     model.load_state_dict(stored["model"])
     assert not [k for k in stored["model"] if "module." in k or "_orig_mod." in k]
@@ -507,6 +505,182 @@ def test_kill_9_at_any_moment_twenty_times():
     main([*TINY, *flags, "--out", "whole"])
     assert same(final("whole", 1000), final("run", 1000)) and losses("whole") == losses("run")
     assert not list(Path("run").glob("*.part"))
+
+
+# --- the report's run -----------------------------------------------------------------------------------------------
+
+MUON = ("--optimizer", "muon", "--schedule", "wsd", "--warmup", "1")
+
+
+def test_muon_trains_the_same_model_under_ddp_and_sharded():
+    """The losses of ten steps; a bf16 orthogonalisation rounds each update by a percent or so."""
+    main([*TINY, *MUON, "--out", "one"])
+    one = losses("one")
+    assert one[-1] < one[0] - 0.05
+    for strategy in ("ddp", "fsdp"):
+        finish(launch(2, *MUON, out=strategy, strategy=strategy))
+        assert losses(strategy) == pytest.approx(one, abs=5e-3)
+    finish(launch(2, *MUON, "--stop-at", "5", out="parts", strategy="fsdp"))
+    finish(launch(2, *MUON, "--resume", out="parts", strategy="fsdp"))
+    assert losses("parts") == losses("fsdp")                        # momentum and all
+
+
+def test_muon_resumes_bit_for_bit():
+    whole = train(*MUON, out="whole")
+    main([*TINY, *MUON, "--stop-at", "5", "--out", "parts"])
+    assert same(whole, train(*MUON, "--resume", out="parts"))
+    assert len(whole["optimizer"]) == 2
+
+
+def test_a_depth_gives_the_reports_family_and_tokens_the_steps():
+    flags = ["--device", "cpu", "--depth", "1", "--seq-len", "16", "--global-batch", "4", "--tokens", "200", *MUON, "--out", "deep"]
+    main(flags)
+    stored = final("deep", 3)                                       # 200 tokens are three steps of 64 and a rest
+    assert GPTConfig(**stored["config"]) == GPTConfig.from_depth(1, vocab_size=128, seq_len=16) and stored["run"]["steps"] == 3
+
+
+def test_the_reports_preset_is_the_reports_run():
+    args = train_gpu.parse_args(["--preset", "report"])
+    assert (args.depth, args.seq_len, args.micro_batch, args.steps, args.optimizer, args.schedule, args.decay) == (20, 2048, 16, 11_444, "muon", "wsd", 0.2)
+    assert args.global_batch * args.seq_len == 524_288 and micro_batch_size(args.global_batch, 2, args.micro_batch) == 16       # 8 times on 2 GPUs
+    assert args.steps * 524_288 == pytest.approx(6.0e9, rel=1e-4) and args.weight_decay == 0
+    smaller = train_gpu.parse_args(["--preset", "report", "--depth", "4", "--steps", "10", "--seq-len", "64"])
+    assert (smaller.depth, smaller.steps, smaller.seq_len, smaller.optimizer) == (4, 10, 64, "muon")
+
+
+WSD = ("--schedule", "wsd", "--decay", "0.2", "--warmup", "1")
+
+
+def test_a_branch_ends_as_a_run_of_its_length_does():
+    """Ten steps branched off a trunk of forty are the ten steps that a run of ten makes, decay and all."""
+    main([*TINY, *WSD, "--steps", "40", "--save-every", "10", "--keep-at", "4,6", "--out", "trunk"])
+    assert sorted(p.name for p in Path("trunk").glob("step-*")) == [f"step-{n:07d}.pt" for n in (4, 6, 30, 40)]
+    short = train(*WSD, out="short")
+    main([*TINY, *WSD, "--resume", "trunk/step-0000006.pt", "--out", "branch"])
+    assert same(short, final("branch")) and losses("branch") == losses("short")[6:]
+    assert len(list(Path("trunk").glob("step-*"))) == 4             # the trunk is as it was
+
+
+@pytest.mark.parametrize("flags, words", [
+    (("--resume", "trunk/step-0000009.pt", "--out", "branch"), "learning rate"),           # in the branch's own decay
+    (("--resume", "trunk/step-0000018.pt", "--steps", "40", "--out", "branch"), "learning rate"),       # in the trunk's
+    (("--resume", "trunk/step-0000004.pt", "--lr", "1e-2", "--out", "branch"), "learning rate"),
+    (("--resume", "trunk/step-0000004.pt", "--out", "trunk"), "holds checkpoints already"),
+    (("--resume", "trunk/step-0000005.pt", "--out", "branch"), "no such checkpoint"), (("--resume", "tokens.pt", "--out", "branch"), "no such checkpoint"),
+    (("--resume", "trunk/step-0000004.pt", "--strategy", "fsdp", "--out", "branch"), "--strategy ddp"),
+    (("--resume", "step-0000001.pt", "--out", "branch"), "not a whole checkpoint"),
+    (("--resume", "trunk/step-0000004.pt", "--n-layer", "1", "--out", "branch"), "n_layer")])
+def test_branches_that_are_refused(flags, words, refused):
+    main([*TINY, *WSD, "--steps", "20", "--save-every", "18", "--keep-at", "4,9", "--out", "trunk"])
+    Path("step-0000001.pt").write_bytes(b"PK half")
+    refused(main, *TINY, *WSD, *flags, words=(words,))
+    assert not list(Path("branch").glob("step-*"))
+
+
+def test_what_changed_since_a_checkpoint_is_said(capsys):
+    main([*TINY, "--stop-at", "5", "--out", "run"])
+    train("--resume", "--lr", "2e-3", "--clip", "0.25")
+    out = capsys.readouterr().out
+    assert "saved with --lr 0.001, and goes on with 0.002" in out and "--clip 0.5, and goes on with 0.25" in out and out.count("note:") == 2
+
+
+def test_matrix_norms_and_updates_are_logged(monkeypatch):
+    monkeypatch.setattr(train_gpu, "LOG_EVERY", 5)
+    finish(launch(2, *MUON, "--lr", "0.02", out="sharded", strategy="fsdp"))
+    main([*TINY, *MUON, "--lr", "0.02", "--save-every", "1", "--keep-at", "4", "--out", "run"])
+    records = {r["step"]: r["matrices"] for r in read_log(Path("run/log.jsonl")) if "matrices" in r}
+    before, after = (final("run", step)["model"] for step in (4, 10))
+    assert set(records) == {5, 10} and set(records[5]) == {name for name in after if name.startswith("blocks.") and "norm" not in name}
+    for name, sizes in records[10].items():
+        assert sizes["norm"] == pytest.approx(after[name].norm().item(), rel=1e-5)
+    nine = torch.load("run/step-0000009.pt", weights_only=True)["model"]
+    name = "blocks.0.attn.qkv.weight"
+    assert records[10][name]["relative_update"] == pytest.approx(((after[name] - nine[name]).norm() / after[name].norm()).item(), rel=1e-3)
+    theirs = [r["matrices"] for r in read_log(Path("sharded/log.jsonl")) if "matrices" in r][-1]
+    assert theirs[name]["norm"] == pytest.approx(records[10][name]["norm"], rel=2e-2)
+
+
+# --- multiple choice ------------------------------------------------------------------------------------------------
+
+class Letters:
+    """A tokenizer of one id a character."""
+
+    def encode(self, text):
+        return SimpleNamespace(ids=[ord(c) % 128 for c in text])
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+class Given:
+    """A model whose log-probability of a continuation is its length times a value that its first letter decides."""
+
+    config = CONFIG
+
+    def eval(self):
+        return self
+
+    train = eval
+
+    def log_probabilities(self, context, continuations):
+        return torch.tensor([{"a": -1.0, "b": -0.6}[chr(c[1])] * (len(c) - 1) for c in continuations])
+
+
+def test_the_likeliest_whole_and_the_likeliest_a_byte_disagree_where_lengths_differ(monkeypatch):
+    parallel = SimpleNamespace(model=Given(), device=torch.device("cpu"), precision=contextlib.nullcontext)
+    # "a": -1 in all, -1 a byte; "bbbb": -2.4 in all, -0.6 a byte.
+    questions = [("context", ["a", "bbbb"], 0), ("context", ["a", "bbbb"], 1), ("context", ["a", "bbbb"], 1)]
+    for world in (1, 2):
+        sums = []
+        monkeypatch.setattr(train_gpu.dist, "get_world_size", lambda: world)
+        monkeypatch.setattr(train_gpu.dist, "all_reduce", lambda right: sums.append(right.clone()))
+        for rank in range(world):
+            monkeypatch.setattr(train_gpu.dist, "get_rank", lambda: rank)
+            train_gpu.score_choices(parallel, Letters(), questions)
+        assert sum(sums).tolist() == [1.0, 2.0]
+
+
+HELLASWAG = {"ind": 1, "ctx": "A man is", "endings": ["a", "bb", "ccc", "d"], "label": 2}
+ARC = {"id": "x", "question": {"stem": "What?", "choices": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}]}, "answerKey": "B"}
+ARC_DIGITS = {"question": {"stem": "What?", "choices": [{"text": "a", "label": "1"}, {"text": "b", "label": "2"}]}, "answerKey": "1"}
+ARC_COLUMNS = {"question": "What?", "choices": {"text": ["a", "b", "c"], "label": ["A", "B", "C"]}, "answerKey": "C"}
+
+
+def test_hellaswags_and_arcs_own_formats_are_read():
+    with open("choices.jsonl", "w") as f:
+        f.writelines(json.dumps(q) + "\n" for q in (HELLASWAG, ARC, ARC_DIGITS, ARC_COLUMNS, {**HELLASWAG, "label": "3"}))
+    assert train_gpu.read_choices(Path("choices.jsonl")) == [
+        ("A man is", ["a", "bb", "ccc", "d"], 2), ("Question: What?\nAnswer:", ["a", "b"], 1), ("Question: What?\nAnswer:", ["a", "b"], 0),
+        ("Question: What?\nAnswer:", ["a", "b", "c"], 2), ("A man is", ["a", "bb", "ccc", "d"], 3)]
+
+
+@pytest.mark.parametrize("line", ["not json", "[]", "{}", json.dumps({**HELLASWAG, "label": 4}), json.dumps({**HELLASWAG, "label": ""}), json.dumps({**HELLASWAG, "endings": []}),
+                                  json.dumps({**ARC, "answerKey": "E"}), json.dumps({**HELLASWAG, "ctx": ""}), json.dumps({**HELLASWAG, "endings": ["", "a"], "label": 1})])
+def test_questions_that_are_none_are_named_by_their_line(line, refused):
+    Path("choices.jsonl").write_text(json.dumps(HELLASWAG) + "\n" + line + "\n")
+    refused(main, *TINY, "--choices", "choices.jsonl", "--out", "run", words=("choices.jsonl, line 2",))
+    assert not list(Path("run").glob("step-*"))
+
+
+def test_choices_are_answered_at_each_validation(monkeypatch, capsys):
+    monkeypatch.setattr(train_gpu, "load_tokenizer", lambda data: Letters())
+    Path("choices.jsonl").write_text(json.dumps(HELLASWAG) + "\n" + json.dumps({**ARC, "question": {**ARC["question"], "stem": "W"}}) + "\n")
+    main([*TINY, "--seq-len", "32", "--choices", "choices.jsonl", "--out", "run"])
+    records = [r for r in read_log(Path("run/log.jsonl")) if "choices" in r]
+    assert [r["step"] for r in records] == [5, 10] and capsys.readouterr().out.count("of 2 questions right") == 2
+    assert all(r[key] in (0.0, 0.5, 1.0) for r in records for key in ("choices", "choices_per_byte"))
+
+
+def test_shards_are_trained_on():
+    """A directory of shards as prepare_data.py and others write them; the windows of an epoch come from all of them."""
+    Path("data").mkdir()
+    for name, n in (("train_000000", 3000), ("train_000001", 500), ("val_000000", 900)):
+        with open(f"data/{name}.bin", "wb") as f:
+            np.array([20240520, 1, n, *[0] * 253], np.int32).tofile(f)
+            (np.arange(n) * 7 % 128).astype(np.uint16).tofile(f)
+    Path("data/meta.json").write_text(json.dumps({"corpus": "sharded", "vocab_size": 128, "bytes_per_token": {"train": 4.0, "val": 4.0}}))
+    main([*TINY, "--data", "data", "--steps", "40", "--lr", "1e-2", "--out", "run"])
+    assert losses("run")[-1] < losses("run")[0] - 0.5
 
 
 # --- what it prints, leaves behind and survives ---------------------------------------------------------------------
