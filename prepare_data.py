@@ -21,15 +21,19 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import sysconfig
+import threading
+import time
 import urllib.error
 import urllib.request
 import warnings
 import zipfile
 import zlib
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -65,7 +69,7 @@ ENDOFTEXT = "<|endoftext|>"
 HEADER_INTS = 256
 SHARD_KINDS = {20240520: (1, np.dtype("<u2"), GPT2_VOCAB), 20240801: (7, np.dtype("<u4"), 128_256)}
 SHARD_TOKENS = 100_000_000
-PIECE = 1 << 20                         # characters that a thread tokenizes at once, about
+PIECE = 1 << 20                         # characters that a process tokenizes at once, about
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64}
 VALIDATION_SHARE = 10                   # one document in ten
 # A heading stands at the start of a line: 第一回：, 第12章 and the like, or CHAPTER XII.
@@ -683,16 +687,30 @@ class Shard:
         os.replace(self.file.name, self.path)
 
 
-def tokenize_batch(encoding, documents):
-    """What a thread does with a list of (text, ends, held out): by split, its ids, bytes and finished documents."""
-    found = {}
+def start_worker(encoding, parent):
+    """Make a process ready for tokenize_batch: interrupts are its parent's matter, and it does not outlive it."""
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
+    start_worker.encoding = encoding
+
+
+def tokenize_batch(documents):
+    """What a process does with a list of (text, ends, held out): by split, its ids, bytes and finished documents."""
+    encoding, found = start_worker.encoding, {}
+    dtype = np.uint16 if encoding.n_vocab <= 1 << 16 else np.uint32
     for split, wanted in (("train", False), ("val", True)):
-        ids, n_bytes, n_documents = [np.empty(0, np.uint32)], 0, 0
-        for text, ends, held_out in documents:
-            if held_out == wanted:
-                ids += [encoding.encode_to_numpy(text, disallowed_special=()), np.full(int(ends), encoding.eot_token, np.uint32)]
-                n_bytes, n_documents = n_bytes + len(text.encode()), n_documents + ends
-        found[split] = np.concatenate(ids), n_bytes, n_documents
+        mine = [(text, ends) for text, ends, held_out in documents if held_out == wanted]
+        if any(ENDOFTEXT in text for text, _ in mine):          # spelled out by a text, it is text
+            ids = np.concatenate([part for text, ends in mine for part in (
+                encoding.encode_to_numpy(text, disallowed_special=()), np.full(int(ends), encoding.eot_token, np.uint32))])
+        else:
+            ids = encoding.encode_to_numpy("".join(text + ENDOFTEXT * ends for text, ends in mine), allowed_special={ENDOFTEXT})
+        found[split] = ids.astype(dtype), sum(len(text.encode()) for text, _ in mine), sum(ends for _, ends in mine)
     return found
 
 
@@ -715,16 +733,24 @@ def batches_of(paths, place, encoding, field, val_share):
 
 
 def tokenized(encoding, batches):
-    """(what tokenize_batch finds, the place after it) for each batch, in order: all cores work, few batches wait."""
+    """(what tokenize_batch finds, the place after it) for each batch, in order: all cores work, few batches wait.
+
+    In processes, not threads: tiktoken's threads disturb each other, from not at all to half their speed, by chance.
+    """
     pending = deque()
-    with ThreadPoolExecutor(cpu_count()) as pool:
-        for batch, place in batches:
-            pending.append((pool.submit(tokenize_batch, encoding, batch), place))
-            if len(pending) > 2 * cpu_count():
-                future, after = pending.popleft()
+    with ProcessPoolExecutor(cpu_count(), initializer=start_worker, initargs=(encoding, os.getpid())) as pool:
+        try:
+            for batch, place in batches:
+                pending.append((pool.submit(tokenize_batch, batch), place))
+                if len(pending) > 2 * cpu_count():
+                    future, after = pending.popleft()
+                    yield future.result(), after
+            for future, after in pending:
                 yield future.result(), after
-        for future, after in pending:
-            yield future.result(), after
+        except BrokenProcessPool:
+            raise UserError("a process that tokenizes was ended (out of memory?); the same command goes on") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def write_shards(paths, name, out, encoding="utf-8", field="text", val_share=0.01, shard_tokens=SHARD_TOKENS, force=False):

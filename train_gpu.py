@@ -607,7 +607,7 @@ def validate(args, parallel, corpus, step, log):
     say(f"step {step:5d}  validation loss {nats:.4f}" + (f"  bits per byte {bits:.4f}" if bits is not None else ""))
     record = {}
     if args.questions:
-        summed, per_byte = score_choices(parallel, load_tokenizer(args.data), args.questions)
+        summed, per_byte = score_choices(parallel, args.tokenizer, args.questions)
         say(f"step {step:5d}  of {len(args.questions):,} questions right: {summed:.3f} by log-probability, {per_byte:.3f} by that a byte")
         record = {"choices": summed, "choices_per_byte": per_byte}
     log.write(step=step, val_loss=nats, bits_per_byte=bits, **record)
@@ -699,7 +699,7 @@ def run(args, device):
     identity = {"data": data_identity(corpus), "global_batch": args.global_batch, "seed": args.seed, "optimizer": args.optimizer}
     same_everywhere(identity["data"])
     config = GPTConfig.from_depth(args.depth, corpus.vocab_size, args.seq_len) if args.depth else config_from(args, vocab_size=corpus.vocab_size)
-    args.questions = read_choices(args.choices) if args.choices else []
+    args.questions, args.tokenizer = (read_choices(args.choices), load_tokenizer(args.data)) if args.choices else ([], None)
     say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}")
     sampled = args.sample and can_sample(args.data, args.sample, config.vocab_size)
     torch.manual_seed(args.seed)        # the same model on every rank

@@ -671,6 +671,12 @@ def test_choices_are_answered_at_each_validation(monkeypatch, capsys):
     assert all(r[key] in (0.0, 0.5, 1.0) for r in records for key in ("choices", "choices_per_byte"))
 
 
+def test_choices_without_a_tokenizer_are_refused_before_the_run(refused):
+    Path("choices.jsonl").write_text(json.dumps(HELLASWAG))
+    refused(main, *TINY, "--choices", "choices.jsonl", "--out", "run", words=("no tokenizer beside the tokens",))
+    assert not Path("run").exists()
+
+
 def test_shards_are_trained_on():
     """A directory of shards as prepare_data.py and others write them; the windows of an epoch come from all of them."""
     Path("data").mkdir()
