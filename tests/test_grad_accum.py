@@ -8,14 +8,15 @@ import torch.nn as nn
 from conftest import save_tokens
 from grad_accum import (accumulate, main, measure_batch_norm, measure_parts, measure_unequal, new_model, saved_bytes, split)
 from model import GPTConfig
-from prepare_data import sample_batch
+from prepare_data import load_corpus, sample_batch
 
 CONFIG = GPTConfig(vocab_size=512, d_model=32, n_head=2, n_layer=2, seq_len=64)
 
 
 @pytest.fixture
 def batch():
-    return sample_batch(save_tokens()["train"], 64, 32, torch.Generator().manual_seed(0))
+    save_tokens()
+    return sample_batch(load_corpus().train, 64, 32, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8, 32])

@@ -95,7 +95,7 @@ def test_the_peak_is_a_rate_of_products():
     assert measured_peak(torch.device("cpu"), "fp32") > 1e8
 
 
-@pytest.mark.parametrize("products, step, words", [(0.3, 0.4, "only adds conversions"), (1.0, 1.1, "only adds conversions"),
+@pytest.mark.parametrize("products, step, words", [(0.3, 0.4, "only adds conversions"), (1.0, 1.1, "half the bytes"),
                                                    (2.2, 1.4, "leave of that"), (2.2, 0.8, "cost more than")])
 def test_the_sentence_on_bf16_follows_from_the_measurements(products, step, words):
     sentence = why_bf16({"fp32": 1e11, "bf16": products * 1e11}, step)
