@@ -46,7 +46,7 @@ LOGIT_BYTES = 2 + 4 + 4                 # a logit: bf16 from the matrix product,
 PADDED_GPT2_VOCAB = 50_304              # GPT-2's 50,257 tokens, padded to a multiple of 128
 # The report's run: its two cards, what it measured on each, its batch, data, power, and the largest of its small runs.
 REPORT_GPU, REPORT_GPUS, REPORT_TFLOPS = "rtx-pro-6000-max-q", 2, 188
-REPORT_TOKENS, REPORT_TOKENS_A_STEP, REPORT_MICRO_BATCH, REPORT_SWEEP = 6e9, 524_288, 16, 1e18
+REPORT_TOKENS, REPORT_TOKENS_A_STEP, REPORT_SEQ_LEN, REPORT_MICRO_BATCH, REPORT_SWEEP = 6e9, 524_288, 2048, 16, 1e18
 
 
 # --- GPUs -----------------------------------------------------------------------------------------------------------
@@ -242,28 +242,31 @@ def cost_text(run, hours, watts, price):
     return text + (f", cost {gpu_hours * price:,.2f} at {price:g} a GPU-hour" if price else "")
 
 
-def report_row(depth, tokens, gpus, rate, watts, kwh_price, sweep):
+def report_row(depth, tokens, gpus, rate, flops_a_gpu, watts, kwh_price, price, sweep):
     """The report's quantities for one depth, by the names they are printed under. tokens None: the report's number of
-    whole steps; rate in tokens/s, None: what the report's FLOP/s a GPU give."""
+    whole steps; rate in tokens/s, None: what flops_a_gpu, FLOP/s that each GPU achieves, gives."""
     config = GPTConfig.from_depth(depth)
     with torch.device("meta"):          # counted, not allocated
         model = GPT(config)
     flops, n = model.flops_per_token(), model.num_compute_params()
     steps = int((tokens or REPORT_TOKENS) // REPORT_TOKENS_A_STEP)
+    if not steps:
+        raise UserError(f"--tokens {tokens:g} is less than one step's {REPORT_TOKENS_A_STEP:,}")
     tokens = steps * REPORT_TOKENS_A_STEP
-    rate = rate or REPORT_TFLOPS * TERA * gpus / flops
+    rate = rate or flops_a_gpu * gpus / flops
     hours = tokens / rate / SECONDS_PER_HOUR
     kwh = gpus * watts * hours / 1000
     return {"layers": depth, "width": config.d_model, "heads": config.n_head, "blocks": sum(p.numel() for p in model.blocks.parameters()),
             "each embedding": model.embedding.weight.numel(), "N": n, "total": model.num_params(), "FLOPs a token": flops,
             "tokens a step": REPORT_TOKENS_A_STEP, "steps": steps, "tokens": tokens, "tokens a parameter": tokens / n,
             "FLOPs": flops * tokens, "times the sweep": flops * tokens / sweep, "tokens/s": rate, "hours": hours,
-            "TFLOP/s a GPU": flops * rate / gpus / TERA, "kWh": kwh, "price of it": kwh_price and kwh * kwh_price}
+            "TFLOP/s a GPU": flops * rate / gpus / TERA, "kWh": kwh, "price of it": kwh_price and kwh * kwh_price,
+            "GPU-hours": hours * gpus, "price of them": price and hours * gpus * price}
 
 
 REPORT_FORMATS = {"blocks": "{:,.1f}M", "each embedding": "{:,.1f}M", "N": "{:,.1f}M", "total": "{:,.1f}M", "FLOPs a token": "{:.3e}",
                   "FLOPs": "{:.2e}", "tokens": "{:,}", "tokens a parameter": "{:.1f}", "times the sweep": "{:.1f}", "tokens/s": "{:,.0f}",
-                  "hours": "{:.1f}", "TFLOP/s a GPU": "{:.1f}", "kWh": "{:.1f}", "price of it": "{:.2f}"}
+                  "hours": "{:.1f}", "TFLOP/s a GPU": "{:.1f}", "kWh": "{:.1f}", "price of it": "{:.2f}", "GPU-hours": "{:,.1f}", "price of them": "{:,.2f}"}
 
 
 def print_report(rows):
@@ -508,7 +511,7 @@ def parse_args(argv):
     parser.add_argument("--watts", type=positive(float), metavar="X", help="of one GPU (default: its board power)")
     report = parser.add_argument_group("the report's family")
     report.add_argument("--depth", type=positive(int, 1000), nargs="+", metavar="D", help="depths, side by side; the report's is 20")
-    report.add_argument("--measured-tokens-per-s", type=positive(float), metavar="X", help=f"of one depth, on all GPUs (default: what {REPORT_TFLOPS} TFLOP/s a GPU give)")
+    report.add_argument("--measured-tokens-per-s", type=positive(float), metavar="X", help=f"of one depth, on all GPUs (default: what the report's MFU gives, on its GPU {REPORT_TFLOPS} TFLOP/s)")
     report.add_argument("--kwh-price", type=positive(float), metavar="X", help="of a kWh, in any currency")
     report.add_argument("--sweep", type=positive(float), default=REPORT_SWEEP, metavar="C", help="FLOPs to compare with (default: 1e18)")
     report.add_argument("--loss", type=positive(float), metavar="X", help="in nats a token: also print it in bits a byte")
@@ -519,6 +522,10 @@ def parse_args(argv):
     about_a_model = ("params", "d_model", "n_layer", "n_head", "vocab_size", "tokens_per_param", "micro_batch", "seq_len")
     if args.depth and (given := [name for name in about_a_model if getattr(args, name) is not None]):
         raise UserError(f"--depth sets the model and its batch; leave out --{given[0].replace('_', '-')}")
+    if not args.depth and args.kwh_price:
+        raise UserError("--kwh-price is of --depth's table; without it, --price is of a GPU-hour")
+    if args.measured_tokens_per_s and args.mfu:
+        raise UserError("--measured-tokens-per-s and --mfu both set the rate; give one")
     if args.measured_tokens_per_s and len(args.depth or ()) != 1:
         raise UserError("--measured-tokens-per-s is one depth's: give --depth with one number")
     args.any_run = any(getattr(args, name) is not None for name in (*about_a_model, "tokens", "gpus"))
@@ -555,16 +562,13 @@ def chosen_gpu(args):
 
 def print_depths(args, gpu, peak):
     """The report's table for --depth; returns its rows."""
-    gpus, rows = args.gpus or REPORT_GPUS, []
-    for depth in args.depth:
-        config = GPTConfig.from_depth(depth)
-        with torch.device("meta"):
-            flops = GPT(config).flops_per_token()
-        rate = args.measured_tokens_per_s or (args.mfu and gpus * peak * args.mfu / flops)
-        rows.append(report_row(depth, args.tokens, gpus, rate, args.watts or gpu.watts, args.kwh_price, args.sweep))
+    mfu = args.mfu or REPORT_TFLOPS * TERA / find_gpu(REPORT_GPU).peak("bf16")
+    gpus, flops_a_gpu = args.gpus or REPORT_GPUS, peak * mfu
+    rows = [report_row(depth, args.tokens, gpus, args.measured_tokens_per_s, flops_a_gpu, args.watts or gpu.watts, args.kwh_price, args.price,
+                       args.sweep) for depth in args.depth]
     print_report(rows)
     for row in rows:
-        run = Run(f"depth {row['layers']}", row["total"], gpus, row["width"], row["layers"], 2048, REPORT_MICRO_BATCH, row["tokens"],
+        run = Run(f"depth {row['layers']}", row["total"], gpus, row["width"], row["layers"], REPORT_SEQ_LEN, REPORT_MICRO_BATCH, row["tokens"],
                   recompute=args.recompute)
         print(f"{run.name}: {fit_text(run, gpu)}; MFU {row['TFLOP/s a GPU'] * TERA / peak:.0%}")
     return rows

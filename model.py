@@ -11,6 +11,7 @@ Shapes below: B sequences, T positions, C = d_model, H heads of size C / H, V = 
 """
 import argparse
 import contextlib
+import fcntl
 import functools
 import json
 import math
@@ -342,12 +343,14 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure=None):
         groups = [(group, [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]) for group in self.param_groups]
-        if not any(sharded for _, sharded in groups):
+        if closure or not any(sharded for _, sharded in groups):
             return super().step(closure)
         for group, sharded in groups:
             for p in sharded:
-                grad = p.grad.to_local()
-                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad)).to_local()
+                grad, state = p.grad.to_local(), self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                momentum = state["momentum_buffer"].to_local()
                 momentum.lerp_(grad, 1 - group["momentum"])
                 direction = p.grad.clone()
                 direction.to_local().copy_(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
@@ -457,6 +460,19 @@ def add_model_flags(parser, default=GPTConfig()):
 def config_from(args, **fixed):
     """The GPTConfig that add_model_flags' flags describe. Raises UserError as it does."""
     return GPTConfig(**{name: getattr(args, name) for name in ("d_model", "n_layer", "n_head", "seq_len")}, **fixed)
+
+
+def locked(directory):
+    """Take a directory for this process alone, until it ends; returns the lock, to be held on to. Raises UserError where
+    another process has it. (Some network file systems have no locks; there nothing is taken.)"""
+    lock = open(Path(directory) / "lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{directory}: another run is writing there; wait for it, or take another --out DIR") from None
+    except OSError:
+        pass
+    return lock
 
 
 @contextlib.contextmanager

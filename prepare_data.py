@@ -19,8 +19,10 @@ import gzip
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import sysconfig
@@ -46,7 +48,7 @@ from tqdm import tqdm
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from budget import cpu_count
-from model import GPT2_VOCAB, GPTConfig, Parser, UserError, check_runs, command, positive, save_results, written_whole
+from model import GPT2_VOCAB, GPTConfig, Parser, UserError, check_runs, command, locked, positive, save_results, written_whole
 
 HERE = Path(".")
 TOKENS = Path("tokens.pt")
@@ -66,7 +68,7 @@ LARGEST_VOCAB = 1 << 24
 BYTE_ALPHABET = 256
 ENDOFTEXT = "<|endoftext|>"
 # A shard: 256 int32 (this number, a version, the tokens that follow), then the tokens. llm.c's two kinds, by vocabulary.
-HEADER_INTS = 256
+HEADER_INTS, CHECKED = 256, 100_000
 SHARD_KINDS = {20240520: (1, np.dtype("<u2"), GPT2_VOCAB), 20240801: (7, np.dtype("<u4"), 128_256)}
 SHARD_TOKENS = 100_000_000
 PIECE = 1 << 20                         # characters that a process tokenizes at once, about
@@ -195,6 +197,8 @@ def read_tokens(path):
 def new_corpus(path, arrays, meta):
     """The Corpus of arrays by split and what meta records of it."""
     train, val = (Tokens(arrays[split], meta["vocab_size"], f"{path}: {split}") for split in ("train", "val"))
+    for array in (*train.arrays, *val.arrays):      # the beginning of each; windows checks the rest as it is read
+        check_ids(array[:CHECKED], meta["vocab_size"], f"{path}: a shard") if len(array) else None
     return Corpus(meta["corpus"], train, val, meta["vocab_size"], meta.get("bytes_per_token"))
 
 
@@ -210,7 +214,8 @@ def read_shard(path):
             raise UserError(f"{path}: a shard of version {header[1]} with {header[2]:,} tokens by its header, {held:,.0f} by its size; it is "
                             f"cut short or of another kind; make it again")
         return np.memmap(path, dtype, "r", offset=header.nbytes, shape=(int(held),)) if held else np.empty(0, dtype), vocab_size
-    if not size or size % 2:
+    dated = any(re.fullmatch(r"202\d(0[1-9]|1[0-2])\d\d", str(magic)) for magic in (*header[:1], *header[:1].byteswap()))
+    if not size or size % 2 or dated:   # llm.c's headers begin with a date; this one is of another kind of file
         raise UserError(f"{path}: neither a shard with a header nor bare 16-bit tokens")
     return np.memmap(path, "<u2", "r"), GPT2_VOCAB
 
@@ -230,16 +235,26 @@ def read_shards(path):
         ids, vocab_size = read_shard(path)
         cut = len(ids) - len(ids) // VALIDATION_SHARE
         arrays, vocab_sizes = {"train": [ids[:cut]], "val": [ids[cut:]]}, {vocab_size}
-    meta = read_meta(path / "meta.json") if path.is_dir() and (path / "meta.json").exists() else {
-        "corpus": printable(f"{path} (no meta)"), "vocab_size": max(vocab_sizes)}
+    if len(vocab_sizes) > 1:
+        raise UserError(f"{path}: shards of different vocabularies; read them from directories of their own")
+    meta = shards_meta(path) or {"corpus": printable(f"{path} (no meta)"), "vocab_size": max(vocab_sizes)}
+    held = {split: sum(map(len, parts)) for split, parts in arrays.items()}
+    if path.is_dir() and meta.get("tokens", held) != held:
+        raise UserError(f"{path}: its shards hold {held}, by its meta.json {meta['tokens']}; one is missing or another's; make them again with --force")
     return new_corpus(path, arrays, meta)
+
+
+def shards_meta(path):
+    """What prepare_data.py wrote beside the shards in a directory, or beside one of them; None where it wrote nothing."""
+    meta = (path if path.is_dir() else path.parent) / "meta.json"
+    return read_meta(meta) if meta.exists() else None
 
 
 def read_meta(path):
     """What prepare_data.py wrote beside its shards. Raises UserError where it is not that."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         meta = None
     if not meta or not is_meta(meta):
         raise UserError(f"{path}: not prepare_data.py's; make the shards again, or remove it to read them as they are")
@@ -320,8 +335,7 @@ def load_tokenizer(data=TOKENS):
     """The tokenizer of a token file, which lies beside it, or of shards. Raises UserError where there is none."""
     data = Path(data)
     if data.is_dir() or data.suffix == ".bin":
-        meta = data / "meta.json"
-        return TiktokenTokenizer(read_meta(meta).get("tokenizer", "gpt2") if meta.exists() else "gpt2")
+        return TiktokenTokenizer((shards_meta(data) or {}).get("tokenizer", "gpt2"))
     path = data.with_name("tokenizer.json")
     if not path.exists():
         raise UserError(f"{path}: no tokenizer beside the tokens")
@@ -574,6 +588,8 @@ def lines_of(path, encoding):
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding=text_codec(encoding)) as f:
             while line := f.readline(PIECE):
+                if "\0" in line:
+                    raise UserError(f"{path}: not text (it holds NUL characters)")
                 yield line
     except UnicodeError as error:
         raise UserError(f"{path}: not {encoding} text ({error}); name its encoding, e.g. --encoding gb18030") from None
@@ -606,8 +622,10 @@ def field_of(record, field, where):
     try:
         record = json.loads(record)
         text = record[field]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = None
+    if text is None and isinstance(record, dict) and field in record:
+        return ""                       # null is no text, and no fault
     if not isinstance(text, str):
         names = f"it has {', '.join(map(str, record))[:80]}" if isinstance(record, dict) else "it is no JSON object"
         raise UserError(f"{where}: no text in a field {field!r} ({names}); name it with --field")
@@ -642,11 +660,11 @@ def pieces_of(path, alone, encoding, field):
         for line in lines_of(path, encoding):
             record += line
             if line.endswith("\n"):
-                if record.strip():
-                    yield field_of(record, field, f"{path}, line {number}"), True
+                if record.strip() and (text := field_of(record, field, f"{path}, line {number}")):
+                    yield text, True
                 record, number = "", number + 1
-        if record.strip():
-            yield field_of(record, field, f"{path}, line {number}"), True
+        if record.strip() and (text := field_of(record, field, f"{path}, line {number}")):
+            yield text, True
     else:
         chapters = sum(1 for _, line in zip(range(2), filter(HEADING.match, lines_of(path, encoding)))) == 2
         yield from text_pieces(lines_of(path, encoding), lambda before, line: bool(
@@ -691,7 +709,7 @@ def start_worker(encoding, parent):
     """Make a process ready for tokenize_batch: interrupts are its parent's matter, and it does not outlive it."""
     def watch():
         while os.getppid() == parent:
-            time.sleep(1)
+            time.sleep(0.1)
         os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -738,7 +756,9 @@ def tokenized(encoding, batches):
     In processes, not threads: tiktoken's threads disturb each other, from not at all to half their speed, by chance.
     """
     pending = deque()
-    with ProcessPoolExecutor(cpu_count(), initializer=start_worker, initargs=(encoding, os.getpid())) as pool:
+    # Linux's copies of this process start at once; start_worker's watch needs it to be their parent, so no fork server.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    with ProcessPoolExecutor(cpu_count(), mp_context=context, initializer=start_worker, initargs=(encoding, os.getpid())) as pool:
         try:
             for batch, place in batches:
                 pending.append((pool.submit(tokenize_batch, batch), place))
@@ -760,17 +780,43 @@ def write_shards(paths, name, out, encoding="utf-8", field="text", val_share=0.0
     where the same command goes on after an interruption.
     """
     tokenizer, paths = tiktoken_encoding(name), [regular_file(path) for path in paths]
-    kind = 20240520 if tokenizer.n_vocab <= 1 << 16 else 20240801
-    recipe = {"made_by": MADE_BY, "tokenizer": name, "sources": [[str(p), p.stat().st_size] for p in paths],
+    recipe = {"made_by": MADE_BY, "tokenizer": name, "sources": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
               "field": field, "encoding": encoding, "val_share": val_share, "shard_tokens": shard_tokens}
-    progress = out / "progress.json"
-    state = read_progress(progress, recipe)
-    if state is None:
+    if out.is_dir() and (made := read_json(out / "meta.json")) and recipe.items() <= made.items() and is_meta(made):
+        print(f"{out} holds these shards already")
+        return made
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = locked(out)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror}); take another directory") from None
+    with lock:
+        state = fill_shards(tokenizer, paths, out, recipe, force)
+        meta = {**recipe, "corpus": names_text(paths), "vocab_size": tokenizer.n_vocab, "shards": state["shards"], "documents": state["documents"],
+                "tokens": state["tokens"], "bytes_per_token": {split: state["bytes"][split] / n for split, n in state["tokens"].items()}}
+        with written_whole(out / "meta.json") as part:
+            part.write_text(json.dumps(meta, indent=2) + "\n")
+        (out / "progress.json").unlink()
+    print(f"{meta['corpus']}: {sum(meta['documents'].values()):,} documents, {meta['documents']['val']:,} of them for validation")
+    print(f"{name} tokenizer of {tokenizer.n_vocab:,} tokens: {tokens_text(meta['tokens'], meta)}")
+    print(f"wrote {sum(meta['shards'].values())} shards and meta.json in {out}")
+    save_results("prepare_data", meta)
+    return meta
+
+
+def fill_shards(tokenizer, paths, out, recipe, force):
+    """Write all shards, from where progress.json says; returns the counts by split, as progress.json has them."""
+    counts, progress, shards = ("shards", "tokens", "bytes", "documents"), out / "progress.json", {}
+    kind = 20240520 if tokenizer.n_vocab <= 1 << 16 else 20240801
+    state = read_json(progress) or {}
+    if state.get("recipe") != recipe or not {"place", *counts} <= state.keys():
         clear_shards(out, force)
-        state = {"recipe": recipe, "place": [0, 0], **{what: {"train": 0, "val": 0} for what in ("shards", "tokens", "bytes", "documents")}}
+        state = {"recipe": recipe, "place": [0, 0], **{what: {"train": 0, "val": 0} for what in counts}}
     else:
+        for path in (out / f"{split}_{n:06d}.bin" for split in ("train", "val") for n in range(state["shards"][split])):
+            if not path.exists():
+                raise UserError(f"{path} is gone, so the shards cannot be finished; start over with --force")
         print(f"going on after {sum(state['tokens'].values()):,} tokens, where {out} was left")
-    shards = {}
 
     def note():
         for split in list(shards):
@@ -780,10 +826,10 @@ def write_shards(paths, name, out, encoding="utf-8", field="text", val_share=0.0
             part.write_text(json.dumps(state))
 
     note()
-    sized = not any(path.suffix in (".gz", ".parquet") for path in paths)
+    sized = all(path.suffix == ".txt" for path in paths)        # of the others the text's size is not the file's
     with tqdm(total=sum(path.stat().st_size for path in paths) if sized else None, initial=sum(state["bytes"].values()), unit="B",
               unit_scale=True, disable=None) as bar:
-        for found, state["place"] in tokenized(tokenizer, batches_of(paths, state["place"], encoding, field, val_share)):
+        for found, state["place"] in tokenized(tokenizer, batches_of(paths, state["place"], recipe["encoding"], recipe["field"], recipe["val_share"])):
             for split, (ids, n_bytes, n_documents) in found.items():
                 if len(ids):
                     if split not in shards:
@@ -792,41 +838,34 @@ def write_shards(paths, name, out, encoding="utf-8", field="text", val_share=0.0
                 for what, value in (("tokens", len(ids)), ("bytes", n_bytes), ("documents", n_documents)):
                     state[what][split] += value
                 bar.update(n_bytes)
-            if "train" in shards and shards["train"].tokens >= shard_tokens:
+            if "train" in shards and shards["train"].tokens >= recipe["shard_tokens"]:
                 note()
     note()
     for split, n in state["tokens"].items():
         if not n:
             raise UserError(f"{out}: no document fell into the {split} part; give more documents or another --val-share")
-    meta = {**recipe, "corpus": names_text(paths), "vocab_size": tokenizer.n_vocab, "shards": state["shards"], "documents": state["documents"],
-            "tokens": state["tokens"], "bytes_per_token": {split: state["bytes"][split] / n for split, n in state["tokens"].items()}}
-    with written_whole(out / "meta.json") as part:
-        part.write_text(json.dumps(meta, indent=2) + "\n")
-    progress.unlink()
-    print(f"{meta['corpus']}: {sum(meta['documents'].values()):,} documents, {meta['documents']['val']:,} of them for validation")
-    print(f"{name} tokenizer of {tokenizer.n_vocab:,} tokens: {tokens_text(meta['tokens'], meta)}")
-    print(f"wrote {sum(meta['shards'].values())} shards and meta.json in {out}")
-    save_results("prepare_data", meta)
-    return meta
+    return state
 
 
-def read_progress(path, recipe):
-    """What an interrupted run of the same recipe noted; None where there is none."""
+def read_json(path):
+    """The object in a JSON file; None where there is none."""
     try:
-        state = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
         return None
-    return state if isinstance(state, dict) and state.get("recipe") == recipe else None
+    return found if isinstance(found, dict) else None
 
 
 def clear_shards(out, force):
-    """Remove another recipe's shards from out, or make it. Raises UserError where prepare_data.py did not write them."""
-    there = [*out.glob("*.bin"), *out.glob("*.bin.part")]
-    if there and not force and not any((out / name).exists() for name in ("meta.json", "progress.json")):
-        raise UserError(f"{there[0]} is there and prepare_data.py did not make it; write elsewhere with --out DIR, or overwrite it with --force")
-    out.mkdir(parents=True, exist_ok=True)
-    for path in (*there, out / "meta.json", out / "progress.json"):
-        path.unlink(missing_ok=True)
+    """Remove from out what an interrupted write left, and other shards. Raises UserError where there are such, without force."""
+    for part in out.glob("*.part"):
+        if part.is_dir():
+            shutil.rmtree(part)
+    there = [p for p in out.iterdir() if re.fullmatch(r"(train|val)_\d{6}\.bin(\.part)?|meta\.json|progress\.json", p.name)]
+    if there and not force:
+        raise UserError(f"{there[0]} is there, of another text, other flags or another program; write elsewhere with --out DIR, or replace it with --force")
+    for path in there:
+        path.unlink()
 
 
 @command

@@ -13,7 +13,6 @@ command trains the same model on 1, 2 or 8 of them. Checkpoints, the log and the
 """
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -25,13 +24,12 @@ import shutil
 import signal
 import time
 import warnings
-import zipfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from budget import (CHAPTER_MFU, Run, compile_failure, data_parallel, datasheet_peak, first_on_rank_0, keep_memory, machine, on_rank_0,
+from budget import (CHAPTER_MFU, LOST_PEER, REPORT_MICRO_BATCH, REPORT_SEQ_LEN, REPORT_TOKENS, REPORT_TOKENS_A_STEP, Run, compile_failure, data_parallel, datasheet_peak, first_on_rank_0, keep_memory, machine, on_rank_0,
                     peak_memory_gb, pick_device, process_group, synchronize)
 
 import numpy as np
@@ -43,7 +41,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from model import (EMBEDDING_LR, OUT_OF_MEMORY, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, config_from, count, duration_text, plot, positive,
+from model import (EMBEDDING_LR, OUT_OF_MEMORY, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, config_from, count, duration_text, locked, plot, positive,
                    save_results, size_text, written_whole)
 from prepare_data import add_data_flag, load_corpus, load_tokenizer, regular_file, step_positions
 
@@ -54,7 +52,8 @@ EVAL_WINDOWS, EVAL_BATCH = 128, 8
 FETCHED_AHEAD = 2                       # micro-batches
 SAMPLE_TOKENS = 100
 SCHEDULES = ("cosine", "wsd", "constant")
-PRESETS = {"report": {"depth": 20, "micro_batch": 16, "global_batch": 256, "steps": 11_444, "optimizer": "muon", "schedule": "wsd", "warmup": 1}}
+PRESETS = {"report": {"depth": 20, "micro_batch": REPORT_MICRO_BATCH, "global_batch": REPORT_TOKENS_A_STEP // REPORT_SEQ_LEN,
+                      "steps": int(REPORT_TOKENS // REPORT_TOKENS_A_STEP), "optimizer": "muon", "schedule": "wsd", "warmup": 1}}
 OF_THE_RUN = ("steps", "lr", "embedding_lr", "warmup", "schedule", "decay", "weight_decay", "clip")     # that a checkpoint remembers
 
 
@@ -133,8 +132,9 @@ class Loader:
 def data_identity(corpus):
     """A fingerprint of a corpus, wherever its file lies: the lengths of its parts and a sample of their tokens."""
     digest = hashlib.sha256()
+    n = len(corpus.train.arrays) + len(corpus.val.arrays)
     for part in (*corpus.train.arrays, *corpus.val.arrays):
-        sample = part[::max(1, len(part) // 10_000)]
+        sample = part[::max(1, n * len(part) // 100_000)]
         digest.update(f"{len(part)} {sample.tolist()}".encode())
     return f"{len(corpus.train):,} training tokens, {digest.hexdigest()[:16]}"
 
@@ -198,8 +198,11 @@ def whole(tensor):
 
 def matrix_sizes(model, before):
     """Each block matrix's norm, and that of its last update relative to it: before holds the matrices until then."""
-    return {name: {"norm": whole(p.detach().norm()).item(), "relative_update": (whole((p.detach() - before[name]).norm()) / whole(p.detach().norm())).item()}
-            for name, p in model.block_matrices().items()}
+    sizes = {}
+    for name, p in model.block_matrices().items():
+        norm, update = whole(p.detach().norm()).item(), whole((p.detach() - before[name]).norm()).item()
+        sizes[name] = {"norm": norm, "relative_update": update / norm if norm else None}
+    return sizes
 
 
 def accumulate(parallel, loader, micro_batches):
@@ -250,18 +253,15 @@ class Checkpoints:
     """
 
     def __init__(self, directory, parallel, optimizers, identity, run, keep):
-        self.directory, self.parallel, self.optimizers, self.identity, self.run, self.keep = directory, parallel, optimizers, identity, run, keep
+        self.directory, self.parallel, self.optimizers, self.identity, self.run = directory, parallel, optimizers, identity, run
+        self.keep, self.branched_from = set(keep), None
         self.suffix = "" if parallel.strategy == "fsdp" else ".pt"
 
     def claim(self, resuming):
         """Take the run's directory: one run at a time, and no start over the checkpoints of another. What an interrupted
         save left there is removed. Raises UserError."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.directory / "lock", "w")          # held as long as the process lives
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.directory}: another run is writing there; wait for it, or start with --out DIR") from None
+        self.lock = locked(self.directory)
         if self.newest_first() and not resuming:
             raise UserError(f"{self.directory} holds checkpoints of a run; continue it with --resume, or start another with --out DIR")
         for part in self.directory.glob("*.part"):
@@ -271,7 +271,8 @@ class Checkpoints:
         """Write the state after so many steps; every rank takes part, and all raise UserError where one cannot write:
         the last whole checkpoint is untouched then."""
         path = self.directory / f"step-{step:07d}{self.suffix}"
-        about = {"step": step, "config": asdict(self.parallel.model.config), "identity": self.identity, "run": self.run}
+        about = {"step": step, "config": asdict(self.parallel.model.config), "identity": self.identity, "run": self.run,
+                 "keep": sorted(self.keep), "branched_from": self.branched_from}
         if self.parallel.strategy == "fsdp":
             self.save_sharded(path, about)
         else:
@@ -325,9 +326,9 @@ class Checkpoints:
             if theirs.get(what) != value:
                 raise UserError(f"{path}: its {what} is {theirs.get(what)}, this run's is {value}; resume with the same, or "
                                 f"start another run with --out DIR")
-        for what, value in about["run"].items():
-            if self.run[what] != value:
-                say(f"note: {path} was saved with --{what.replace('_', '-')} {value}, and goes on with {self.run[what]}")
+        for what, value in self.run.items():
+            if about["run"][what] != value:
+                say(f"note: {path} was saved with --{what.replace('_', '-')} {about['run'][what]}, and goes on with {value}")
 
     def load(self, path):
         """Put a checkpoint's state into the model and the optimizers; returns what it says of itself."""
@@ -350,61 +351,82 @@ class Checkpoints:
                 group.update(option)    # the rates and --weight-decay are the flags', as with fsdp
         return stored
 
-    def resume(self):
-        """Load the newest whole checkpoint; returns its step, 0 where there is none yet. All ranks find the same one."""
-        damaged = []
-        step = self.load_newest(damaged)
-        steps = torch.tensor([step, -step], device=self.parallel.device)
+    def start(self, resume):
+        """Load what --resume says: nothing, the newest whole checkpoint here, or, where there is none yet, the one to branch
+        off; returns its step, 0 for a start from the beginning. All ranks find the same one. Raises UserError."""
+        if not resume:
+            return 0
+        damaged, branching = [], isinstance(resume, Path)
+        if branching and not self.newest_first():
+            about = self.branch(resume)
+        else:
+            about = self.load_newest(damaged)
+            if branching and about["branched_from"] != str(resume):
+                raise UserError(f"{self.directory} holds checkpoints already; continue it with --resume alone, or branch off with another --out DIR")
+        steps = torch.tensor([about["step"], -about["step"]], device=self.parallel.device)
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
         if steps.sum():
-            raise UserError(f"{self.directory}: the processes find different checkpoints there (here step {step}); give every "
+            raise UserError(f"{self.directory}: the processes find different checkpoints there (here step {about['step']}); give every "
                             f"node the same directory")
+        self.branched_from = about["branched_from"]
+        self.keep |= set(about["keep"]) if not branching or self.branched_from != str(resume) else set()
         # A damaged one would take one of the two places that are kept; it may still help to find out what happened.
         on_rank_0(lambda: [os.replace(path, path.with_name(path.name + ".damaged")) for path in damaged])
-        return step
+        return about["step"]
 
     def branch(self, path):
-        """Load a checkpoint of another run, to go on from there in this directory; returns its step. Raises UserError where
-        the learning rate would jump, because one of the two runs is in its decay there."""
+        """Load a checkpoint of another run, to go on from there in this directory; returns what it says of itself. Raises
+        UserError where the learning rate would jump, because one of the two runs is in its decay there."""
         if not path.exists() or not re.fullmatch(r"step-\d+(\.pt)?", path.name):
             raise UserError(f"--resume {path}: no such checkpoint")
-        if self.newest_first():
-            raise UserError(f"{self.directory} holds checkpoints already; continue it with --resume alone, or branch off with another --out DIR")
-        self.check_strategy(path)
         try:
-            about = self.load(path)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, zipfile.BadZipFile) as error:
-            raise UserError(f"--resume {path}: not a whole checkpoint ({type(error).__name__})") from None
-        rates = [learning_rate(about["step"], run["steps"], run["lr"], run["warmup"], run["schedule"], run["decay"]) for run in (about["run"], self.run)]
+            about = self.load_whole(path)
+        except NotWhole as error:
+            raise UserError(f"--resume {path}: not a whole checkpoint ({error})") from None
+        step = about["step"]
+        if step >= self.run["steps"]:
+            raise UserError(f"--resume {path}: --steps {self.run['steps']} is not beyond the checkpoint's {step}")
+        rates = [learning_rate(step, run["steps"], run["lr"], run["warmup"], run["schedule"], run["decay"]) for run in (about["run"], self.run)]
         if not math.isclose(*rates):
             raise UserError(f"--resume {path}: the learning rate was {rates[0]:.3g} there and would go on with {rates[1]:.3g}; branch off in "
                             f"the constant phase of both runs, with the same --lr")
         say(f"branched off {path}")
-        return about["step"]
-
-    def check_strategy(self, path):
-        if (path.suffix == ".pt") != (self.parallel.strategy == "ddp"):
-            raise UserError(f"{path}: saved with --strategy {'ddp' if path.suffix == '.pt' else 'fsdp'}; resume with the same")
+        return {**about, "branched_from": str(path), "keep": []}
 
     def load_newest(self, damaged):
+        """Load the newest whole checkpoint; returns what it says of itself. Those that are not whole go into damaged."""
         candidates = self.newest_first()
         for path in candidates:
-            self.check_strategy(path)
             try:
-                step = self.load(path)["step"]
+                about = self.load_whole(path)
                 say(f"resumed from {path}")
-                return step
-            except (UserError, MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:      # a stranger's bytes or a damaged disk: the unpickler may raise anything
-                if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
-                    raise
-                say(f"{path} is not whole ({type(error).__name__}): trying the one before")
+                return about
+            except NotWhole as error:
+                say(f"{path} is not whole ({error}): trying the one before")
                 damaged.append(path)
         if candidates:
             raise UserError(f"{self.directory}: none of its {len(candidates)} checkpoints is whole; start another run with --out DIR")
         say(f"no checkpoint in {self.directory} yet: starting from the beginning")
-        return 0
+        return {"step": 0, "branched_from": None, "keep": []}
+
+    def load_whole(self, path):
+        """As load; raises NotWhole for a damaged checkpoint, and UserError for one of the other strategy."""
+        if (path.suffix == ".pt") != (self.parallel.strategy == "ddp"):
+            raise UserError(f"{path}: saved with --strategy {'ddp' if path.suffix == '.pt' else 'fsdp'}; resume with the same")
+        try:
+            about = self.load(path)
+            return {"step": int(about["step"]), "run": dict(about["run"]), "branched_from": about["branched_from"], "keep": list(about["keep"])}
+        except (UserError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except (Exception, dcp.api.CheckpointException) as error:       # a stranger's bytes or a damaged disk may raise anything
+            unreadable = isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError)
+            if unreadable or any(sign in str(error) for sign in LOST_PEER):
+                raise
+            raise NotWhole(type(error).__name__) from None
+
+
+class NotWhole(Exception):
+    """A checkpoint that is damaged or none."""
 
 
 def step_of(path):
@@ -519,10 +541,12 @@ class Progress:
         rate, mfu = self.rate(), self.mfu()
         return f"{f'{rate:,.0f}' if rate else 'n/a'} tokens/s  MFU {f'{mfu:.0%}' if mfu else 'n/a'}  memory {peak_memory_gb(self.device):.2f} GB"
 
-    def line(self, step, lr, grad_norm):
+    def line(self, step, lr, grad_norm, corpus):
         """What is printed of these steps, the last of which is step."""
+        bits = corpus.bits_per_byte(self.loss / self.steps, "train")
+        bits = "" if bits is None else f"  bits per byte {bits:.3f}"
         wait = f"{self.waited / self.seconds:.1%}" if self.seconds else "n/a"
-        return (f"step {step:5d}  loss {self.loss / self.steps:.3f}  lr {lr:.2e}  grad_norm {grad_norm:.2f}  "
+        return (f"step {step:5d}  loss {self.loss / self.steps:.3f}{bits}  lr {lr:.2e}  grad_norm {grad_norm:.2f}  "
                 f"{self.rate_text()}  data wait {wait}")
 
 
@@ -550,30 +574,47 @@ def write_curve(log, path, title):
 
 
 def read_choices(path):
-    """The questions of a .jsonl file in HellaSwag's or ARC's own format: a list of (context, candidates, the right one's
-    number). Raises UserError where a line is neither."""
+    """The questions of a .jsonl file in HellaSwag's or ARC's own format: a list of (line number, context, candidates, the
+    right one's number). Raises UserError where a line is neither."""
     questions = []
-    for number, line in enumerate(regular_file(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    with open(regular_file(path), encoding="utf-8-sig", errors="replace") as f:
+        lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
+    for number, line in lines:
         try:
             r = json.loads(line)
             if "ctx" in r:
-                question = r["ctx"], r["endings"], int(r["label"])
+                context, candidates, answer = r["ctx"], r["endings"], int(r["label"])
             else:
                 stem, choices = (r["question"]["stem"], r["question"]["choices"]) if isinstance(r["question"], dict) else (r["question"], r["choices"])
                 if isinstance(choices, dict):       # columns, as some copies of ARC have it
                     choices = [{"text": text, "label": label} for text, label in zip(choices["text"], choices["label"])]
-                question = f"Question: {stem}\nAnswer:", [c["text"] for c in choices], [str(c["label"]) for c in choices].index(str(r["answerKey"]))
-            if not (question[0] and all(question[1]) and "".join(question[1]) and 0 <= question[2] < len(question[1])):
+                context, candidates = f"Question: {stem}\nAnswer:", [c["text"] for c in choices]
+                answer = [str(c["label"]) for c in choices].index(str(r["answerKey"]))
+            texts = [context, *candidates] if isinstance(candidates, list) else []
+            if not (len(texts) > 1 and all(isinstance(text, str) and text for text in texts) and 0 <= answer < len(candidates)):
                 raise ValueError
-        except (ValueError, KeyError, TypeError):
+            "".join(texts).encode()
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"{path}, line {number}: neither ctx, endings, label nor question, choices, answerKey") from None
-        questions.append(question)
+        questions.append((number, context, candidates, answer))
     if not questions:
         raise UserError(f"{path}: no question in it")
     return questions
 
 
-def score_choices(parallel, tokenizer, questions):
+def tokenized_choices(path, data, config):
+    """read_choices' questions as score_choices takes them: (context's ids, each candidate's ids, their bytes, the answer).
+    Raises UserError, before the run, for one that the model cannot be asked."""
+    questions, found, tokenizer = [], read_choices(path), load_tokenizer(data)
+    for number, context, candidates, answer in found:
+        ids = [tokenizer.encode(context).ids, *(tokenizer.encode(" " + c).ids for c in candidates)]
+        if not all(ids) or max(map(max, ids)) >= config.vocab_size or max(map(len, ids[1:])) > config.seq_len:
+            raise UserError(f"{path}, line {number}: a text of no token, of more than the context's {config.seq_len}, or beyond the vocabulary")
+        questions.append((ids[0], ids[1:], [len(c.encode()) for c in candidates], answer))
+    return questions
+
+
+def score_choices(parallel, questions):
     """The share of questions whose right candidate is the likeliest as a continuation: by its whole log-probability, and by
     that divided by its bytes. The ranks share the work."""
     rank, world, right = dist.get_rank(), dist.get_world_size(), torch.zeros(2, dtype=torch.float64, device=parallel.device)
@@ -581,9 +622,9 @@ def score_choices(parallel, tokenizer, questions):
     with torch.compiler.set_stance("force_eager"), parallel.precision():
         for i in range(0, len(questions), world):
             # Past the end a rank scores the last question once more, for under fsdp all have to take part.
-            context, candidates, answer = questions[min(i + rank, len(questions) - 1)]
-            scores = parallel.model.log_probabilities(tokenizer.encode(context).ids, [tokenizer.encode(" " + c).ids for c in candidates])
-            per_byte = scores / torch.tensor([len(c.encode()) for c in candidates], device=scores.device)
+            context, candidates, n_bytes, answer = questions[min(i + rank, len(questions) - 1)]
+            scores = parallel.model.log_probabilities(context, candidates)
+            per_byte = scores / torch.tensor(n_bytes, device=scores.device)
             if i + rank < len(questions):
                 right += torch.stack([scores.argmax() == answer, per_byte.argmax() == answer])
     parallel.model.train()
@@ -607,7 +648,7 @@ def validate(args, parallel, corpus, step, log):
     say(f"step {step:5d}  validation loss {nats:.4f}" + (f"  bits per byte {bits:.4f}" if bits is not None else ""))
     record = {}
     if args.questions:
-        summed, per_byte = score_choices(parallel, args.tokenizer, args.questions)
+        summed, per_byte = score_choices(parallel, args.questions)
         say(f"step {step:5d}  of {len(args.questions):,} questions right: {summed:.3f} by log-probability, {per_byte:.3f} by that a byte")
         record = {"choices": summed, "choices_per_byte": per_byte}
     log.write(step=step, val_loss=nats, bits_per_byte=bits, **record)
@@ -655,8 +696,6 @@ def train(args, corpus, parallel, optimizers, checkpoints, log, first_step, prog
     if first_step in range(args.eval_every, last + 1, args.eval_every) and not log.validated(first_step):
         validate(args, parallel, corpus, first_step, log)           # the run ended between this step's checkpoint and its validation
     while step < last and not stopped:
-        measured = (step + 1) % LOG_EVERY == 0 or step + 1 == last
-        before = {name: p.detach().clone() for name, p in parallel.model.block_matrices().items()} if measured else None
         synchronize(device)
         start, waited = time.perf_counter(), loader.waited
         share = learning_rate(step, args.steps, 1.0, args.warmup, args.schedule, args.decay)
@@ -668,6 +707,13 @@ def train(args, corpus, parallel, optimizers, checkpoints, log, first_step, prog
             if not math.isfinite(value):
                 raise UserError(f"step {step + 1}: the {what} is {value}; stopped before the update, and the last checkpoint stays. "
                                f"Try a smaller --lr or a longer --warmup")
+        printed = (step + 1) % LOG_EVERY == 0 or step + 1 == last or stopped
+        if printed:                     # outside the step's time, and when the activations' memory is free again
+            synchronize(device)
+            aside = time.perf_counter()
+            before = {name: p.detach().clone() for name, p in parallel.model.block_matrices().items()}
+            synchronize(device)
+            start += time.perf_counter() - aside
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -677,9 +723,9 @@ def train(args, corpus, parallel, optimizers, checkpoints, log, first_step, prog
         for p in (progress, per_line):
             p.add(loss, seconds, waited, timed)
         log.write(step=step, loss=loss, lr=share * args.lr, grad_norm=grad_norm, seconds=seconds, data_wait=waited, timed=timed,
-                  **({"matrices": matrix_sizes(parallel.model, before)} if measured else {}))
-        if step % LOG_EVERY == 0 or step == last or stopped:
-            say(per_line.line(step, share * args.lr, grad_norm))
+                  bits_per_byte=corpus.bits_per_byte(loss, "train"), **({"matrices": matrix_sizes(parallel.model, before)} if printed else {}))
+        if printed:
+            say(per_line.line(step, share * args.lr, grad_norm, corpus))
             per_line = replace(progress)
         if step % args.save_every == 0 or step in args.keep_at or step == last or stopped:
             checkpoints.save(step)
@@ -699,7 +745,7 @@ def run(args, device):
     identity = {"data": data_identity(corpus), "global_batch": args.global_batch, "seed": args.seed, "optimizer": args.optimizer}
     same_everywhere(identity["data"])
     config = GPTConfig.from_depth(args.depth, corpus.vocab_size, args.seq_len) if args.depth else config_from(args, vocab_size=corpus.vocab_size)
-    args.questions, args.tokenizer = (read_choices(args.choices), load_tokenizer(args.data)) if args.choices else ([], None)
+    args.questions = tokenized_choices(args.choices, args.data, config) if args.choices else []
     say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}")
     sampled = args.sample and can_sample(args.data, args.sample, config.vocab_size)
     torch.manual_seed(args.seed)        # the same model on every rank
@@ -708,9 +754,10 @@ def run(args, device):
     flops, n_params = model.flops_per_token(), model.num_params()           # of all of it: fsdp leaves each rank its shard
     parallel = Parallel(model, args.strategy, device, args.compile)
     optimizers = model.muon(args.lr, args.weight_decay, args.embedding_lr) if args.optimizer == "muon" else [model.adamw(args.lr, args.weight_decay)]
+    set_learning_rate(optimizers, 1.0)  # the flags' peaks, which no checkpoint overrides
     checkpoints = Checkpoints(args.out, parallel, optimizers, identity, {name: getattr(args, name) for name in OF_THE_RUN}, args.keep_at)
     on_rank_0(lambda: checkpoints.claim(args.resume))
-    first_step = checkpoints.branch(args.resume) if isinstance(args.resume, Path) else checkpoints.resume() if args.resume else 0
+    first_step = checkpoints.start(args.resume)
     log = Log(args.out / "log.jsonl", first_step)
 
     peak, tokens_a_step = datasheet_peak(device, "bf16"), args.global_batch * config.seq_len
@@ -803,11 +850,13 @@ def parse_args(argv):
     early, _ = parser.parse_known_args(argv)
     preset = PRESETS.get(early.preset, {})
     if early.depth or "depth" in preset:
-        parser.set_defaults(seq_len=2048, d_model=None, n_layer=None, n_head=None)
+        parser.set_defaults(seq_len=REPORT_SEQ_LEN, d_model=None, n_layer=None, n_head=None)
     parser.set_defaults(**preset)
     args = parser.parse_args(argv)
     if args.depth and (args.d_model or args.n_layer or args.n_head):
         parser.error("--depth sets width, layers and heads: leave out --d-model, --n-layer and --n-head")
+    if args.keep_at and max(args.keep_at) > args.steps and not args.tokens:
+        parser.error(f"--keep-at {max(args.keep_at)} is beyond the {args.steps} steps")
     if args.tokens:
         args.steps = int(args.tokens // (args.global_batch * args.seq_len))
         if not args.steps:

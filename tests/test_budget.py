@@ -71,6 +71,8 @@ def test_the_reports_measured_rate(capsys):
     row = json.load(open("runs/budget.json"))["rows"][0]
     assert f"{row['hours']:.1f}" == "15.0" and 187 < row["TFLOP/s a GPU"] < 188 and f"{row['kWh']:.0f}" == "9"
     assert row["TFLOP/s a GPU"] == pytest.approx((6 * 457_605_120 + 12 * 20 * 2048 * 1280) * 111_000 / 2 / 1e12)
+    main(["--depth", "20", "--gpu", "t4"])
+    assert json.load(open("runs/budget.json"))["rows"][0]["TFLOP/s a GPU"] == pytest.approx(65 * 188 / 438.9)       # never beyond a card's peak
     main(["--depth", "20", "--gpu", "h100", "--gpus", "8", "--mfu", "0.5", "--tokens", "9B"])
     row = json.load(open("runs/budget.json"))["rows"][0]
     assert row["steps"] == 17_166 and row["TFLOP/s a GPU"] == pytest.approx(989 / 2)
@@ -160,7 +162,9 @@ def test_recomputing_keeps_one_layer_and_the_inputs_of_the_others():
     (["--d-model", "65", "--n-layer", "2"], "even head size"), (["--params", "1B", "--n-head", "7"], "--d-model"), (["--n-layer", "100000000"], "--n-layer"),
     (["--params", "1e308"], "--params"), (["--mfu", "1e-300", "--params", "1B"], "--mfu"), (["--vocab-size", "9" * 21], "--vocab-size"),
     (["--depth", "20", "--d-model", "64"], "--d-model"), (["--depth", "0"], "--depth"), (["--measured-tokens-per-s", "5"], "--depth"),
-    (["--depth", "18", "20", "--measured-tokens-per-s", "5"], "one number"), (["--price", "-2"], "--price"), (["--nonsense"], "--nonsense"), (["--param", "1B"], "--param")])
+    (["--depth", "18", "20", "--measured-tokens-per-s", "5"], "one number"), (["--depth", "20", "--d-model", "64"], "--d-model"), (["--depth", "0"], "--depth"), (["--measured-tokens-per-s", "5"], "--depth"),
+    (["--depth", "18", "20", "--measured-tokens-per-s", "5"], "one number"), (["--depth", "20", "--tokens", "100K"], "less than one step's"), (["--kwh-price", "2"], "--depth"),
+    (["--depth", "20", "--mfu", "0.5", "--measured-tokens-per-s", "5"], "give one"), (["--price", "-2"], "--price"), (["--nonsense"], "--nonsense"), (["--param", "1B"], "--param")])
 def test_refusals(argv, words, refused, tmp_path):
     refused(main, *argv, words=(words,))
     assert not (tmp_path / "runs").exists()

@@ -395,7 +395,7 @@ TEXTS = [f"{english_text(2, seed=i)} <|endoftext|> document {i}\n\n\n  end " for
 
 
 def to_shards(*paths, flags=("--val-share", "0.1"), out="out"):
-    main(["--tokenizer", "gpt2", "--out", out, *map(str, paths), *flags])
+    main(["--tokenizer", "gpt2", "--out", out, *map(str, paths), *flags, "--force"])
     return json.load(open(f"{out}/meta.json"))
 
 
@@ -494,18 +494,61 @@ def test_interrupted_it_goes_on_to_the_same_shards(stop_after, small_gpt2, monke
     assert all((Path("whole") / name).read_bytes() == (Path("out") / name).read_bytes() for name in files)
 
 
-def test_shards_of_another_recipe_are_replaced_and_strangers_are_not(small_gpt2, refused):
+def test_what_is_there_already_is_replaced_with_force_alone_and_strangers_never(small_gpt2, refused, capsys):
     write_jsonl("a.jsonl", TEXTS)
     to_shards("a.jsonl", flags=("--val-share", "0.1", "--shard-tokens", "1000"))
+    Path("out/pytorch_model.bin").write_text("important")
+    files = {p: p.read_bytes() for p in Path("out").iterdir()}
+    refused(main, "--tokenizer", "gpt2", "--out", "out", "a.jsonl", "--field", "wrong", words=("is there, of another text", "--force"))
+    main(["--tokenizer", "gpt2", "--out", "out", "a.jsonl", "--val-share", "0.1", "--shard-tokens", "1000"])
+    assert "holds these shards already" in capsys.readouterr().out and files == {p: p.read_bytes() for p in Path("out").iterdir()}
     to_shards("a.jsonl")
-    assert len(list(Path("out").glob("*.bin"))) == 2
-    Path("out/meta.json").unlink()
-    refused(main, "--tokenizer", "gpt2", "--out", "out", "a.jsonl", words=("_000000.bin is there", "--force"))
+    assert sorted(p.name for p in Path("out").glob("*.bin")) == ["pytorch_model.bin", "train_000000.bin", "val_000000.bin"]
+    Path("mine").mkdir()
+    Path("mine/meta.json").write_text('{"mine": 1}')
+    refused(main, "--tokenizer", "gpt2", "--out", "mine", "a.jsonl", words=("mine/meta.json is there",))
+    assert Path("mine/meta.json").read_text() == '{"mine": 1}'
+
+
+def test_a_set_that_is_not_whole_is_not_taken_for_whole(small_gpt2, monkeypatch):
+    monkeypatch.setattr(prepare_data, "PIECE", 3000)
+    write_jsonl("a.jsonl", TEXTS)
+    to_shards("a.jsonl", flags=("--val-share", "0.1", "--shard-tokens", "1000"))
+    Path("out/train_000000.bin").rename("elsewhere.bin")
+    with pytest.raises(UserError, match="one is missing or another's"):
+        load_corpus("out", seq_len=16)
+
+
+def test_a_text_changed_since_an_interruption_is_not_mixed_in(small_gpt2, monkeypatch, refused):
+    monkeypatch.setattr(prepare_data, "PIECE", 3000)
+    write_jsonl("a.jsonl", TEXTS)
+    flags = ("--tokenizer", "gpt2", "--out", "out", "a.jsonl", "--shard-tokens", "9000")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data.Shard, "close", lambda self, close=prepare_data.Shard.close: close(self) or (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(SystemExit):
+            main(list(flags))
+    os.utime("a.jsonl", ns=(1, 1))
+    refused(main, *flags, words=("of another text",))
+
+
+def test_two_at_once_in_one_directory(small_gpt2, refused):
+    write_jsonl("a.jsonl", TEXTS)
+    Path("out").mkdir()
+    lock = prepare_data.locked("out")
+    refused(main, "--tokenizer", "gpt2", "--out", "out", "a.jsonl", words=("another run is writing there",))
+    lock.close()
+
+
+def test_empty_and_null_texts_are_no_documents(small_gpt2):
+    with open("a.jsonl", "w") as f:
+        f.writelines(json.dumps({"text": text}) + "\n" for text in [*TEXTS, "", None, ""])
+    assert sum(to_shards("a.jsonl")["documents"].values()) == 120
 
 
 @pytest.mark.parametrize("name, content, flags, words", [
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', (), "a.jsonl, line 2"), ("a.jsonl", b'{"body": "x"}\n', (), "it has body"),
     ("a.jsonl", b'{"text": 7}\n', (), "no text in a field 'text'"), ("a.jsonl", b"[1, 2]\n", (), "no JSON object"), ("a.txt", b"\xff\xfe\xfa", (), "--encoding"),
+    ("a.jsonl", b"[" * 200_000, (), "a.jsonl, line 1"), ("a.txt", b"nul \0 text", (), "not text"),
     ("a.txt", b"", (), "no document fell into the train part"), ("a.txt.gz", b"not gz", (), "not a whole .gz"),
     ("a.txt.gz", gzip.compress(b"text\n\n" * 9999)[:-20], (), "not a whole .gz"),
     ("a.parquet", b"PAR1 not parquet", (), "parquet"), ("a.txt", b"text", ("--encoding", "hex"), "--encoding hex"),
@@ -585,6 +628,8 @@ def test_other_projects_shards_are_read(names, header, dtype, vocab_size):
 @pytest.mark.parametrize("damage, words", [
     (lambda: foreign("data/train.bin", range(300), (20240520, 2)), "of version 2"), (lambda: os.truncate("data/train.bin", 1400), "cut short"),
     (lambda: Path("data/train.bin").write_bytes(b"odd"), "neither a shard"), (lambda: Path("data/train.bin").write_bytes(b""), "neither a shard"),
+    (lambda: foreign("data/train.bin", range(300), (20240522, 1)), "neither a shard"), (lambda: foreign("data/train.bin", range(300), (20240520 - 2 ** 8, 1)), "neither a shard"),
+    (lambda: foreign("data/train.bin", range(300), (20240801, 7), np.uint32), "different vocabularies"), (lambda: Path("data/meta.json").write_text("[" * 200_000), "meta.json"),
     (lambda: os.remove("data/val.bin"), "no val shard"), (lambda: Path("data/meta.json").write_text("{"), "meta.json"),
     (lambda: Path("data/meta.json").write_text('{"corpus": 7}'), "meta.json"), (lambda: foreign("data/train.bin", range(10)), "a context of 16")])
 def test_shards_that_are_refused(damage, words):
@@ -596,10 +641,13 @@ def test_shards_that_are_refused(damage, words):
         load_corpus("data", seq_len=16)
 
 
-def test_an_id_beyond_the_vocabulary_is_found_in_its_window():
+def test_an_id_beyond_the_vocabulary_is_found_in_its_window(monkeypatch):
     Path("data").mkdir()
     foreign("data/train.bin", [1] * 200 + [50_257] + [1] * 200)
     foreign("data/val.bin", [1] * 300)
+    with pytest.raises(UserError, match="data: a shard has the id 50,257"):
+        load_corpus("data", seq_len=16)
+    monkeypatch.setattr(prepare_data, "CHECKED", 100)
     corpus = load_corpus("data", seq_len=16)
     corpus.train.windows([0, 100], 16)
     with pytest.raises(UserError, match="data: train has the id 50,257"):

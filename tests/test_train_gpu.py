@@ -273,7 +273,7 @@ def test_what_the_log_holds_beyond_the_checkpoint_is_written_again(monkeypatch):
 
 def test_a_checkpoint_loads_into_a_plain_gpt():
     stored = train()
-    assert stored.keys() == {"model", "optimizer", "step", "config", "identity", "run"} and stored["step"] == 10
+    assert stored.keys() == {"model", "optimizer", "step", "config", "identity", "run", "keep", "branched_from"} and stored["step"] == 10
     model = GPT(GPTConfig(**stored["config"]))
     model.load_state_dict(stored["model"])
     assert not [k for k in stored["model"] if "module." in k or "_orig_mod." in k]
@@ -557,7 +557,8 @@ def test_a_branch_ends_as_a_run_of_its_length_does():
     assert sorted(p.name for p in Path("trunk").glob("step-*")) == [f"step-{n:07d}.pt" for n in (4, 6, 30, 40)]
     short = train(*WSD, out="short")
     main([*TINY, *WSD, "--resume", "trunk/step-0000006.pt", "--out", "branch"])
-    assert same(short, final("branch")) and losses("branch") == losses("short")[6:]
+    branch = final("branch")
+    assert all(same(short[key], branch[key]) for key in ("model", "optimizer", "run")) and losses("branch") == losses("short")[6:]
     assert len(list(Path("trunk").glob("step-*"))) == 4             # the trunk is as it was
 
 
@@ -568,11 +569,14 @@ def test_a_branch_ends_as_a_run_of_its_length_does():
     (("--resume", "trunk/step-0000004.pt", "--out", "trunk"), "holds checkpoints already"),
     (("--resume", "trunk/step-0000005.pt", "--out", "branch"), "no such checkpoint"), (("--resume", "tokens.pt", "--out", "branch"), "no such checkpoint"),
     (("--resume", "trunk/step-0000004.pt", "--strategy", "fsdp", "--out", "branch"), "--strategy ddp"),
-    (("--resume", "step-0000001.pt", "--out", "branch"), "not a whole checkpoint"),
+    (("--resume", "step-0000001.pt", "--out", "branch"), "not a whole checkpoint"), (("--resume", "step-0000002.pt", "--out", "branch"), "not a whole checkpoint"),
+    (("--resume", "step-0000003.pt", "--out", "branch"), "not a whole checkpoint"), (("--resume", "trunk/step-0000004.pt", "--steps", "4", "--out", "branch"), "not beyond"),
     (("--resume", "trunk/step-0000004.pt", "--n-layer", "1", "--out", "branch"), "n_layer")])
 def test_branches_that_are_refused(flags, words, refused):
     main([*TINY, *WSD, "--steps", "20", "--save-every", "18", "--keep-at", "4,9", "--out", "trunk"])
     Path("step-0000001.pt").write_bytes(b"PK half")
+    torch.save([1, 2], "step-0000002.pt")
+    Path("step-0000003.pt").write_bytes(Path("trunk/step-0000004.pt").read_bytes()[:5000])
     refused(main, *TINY, *WSD, *flags, words=(words,))
     assert not list(Path("branch").glob("step-*"))
 
@@ -582,6 +586,33 @@ def test_what_changed_since_a_checkpoint_is_said(capsys):
     train("--resume", "--lr", "2e-3", "--clip", "0.25")
     out = capsys.readouterr().out
     assert "saved with --lr 0.001, and goes on with 0.002" in out and "--clip 0.5, and goes on with 0.25" in out and out.count("note:") == 2
+    rates = [group["lr"] for optimizer in final("run")["optimizer"] for group in optimizer["param_groups"]]
+    assert rates == [pytest.approx(learning_rate(9, 10, 2e-3, 3))] * 2          # what was said is what was done
+
+
+def test_kept_checkpoints_stay_without_the_flag():
+    main([*TINY, "--save-every", "1", "--keep-at", "2", "--stop-at", "4", "--out", "run"])
+    train("--resume", "--save-every", "1")
+    assert sorted(p.name for p in Path("run").glob("step-*")) == [f"step-{n:07d}.pt" for n in (2, 9, 10)]
+
+
+def test_an_interrupted_branch_goes_on_with_the_same_command():
+    main([*TINY, *WSD, "--steps", "40", "--save-every", "40", "--keep-at", "4", "--out", "trunk"])
+    branch = [*TINY, *WSD, "--resume", "trunk/step-0000004.pt"]
+    main([*branch, "--out", "whole"])
+    main([*branch, "--stop-at", "7", "--out", "parts"])
+    main([*branch, "--out", "parts"])
+    assert same(final("whole"), final("parts"))
+
+
+def test_a_sharded_checkpoint_cut_short_anywhere_falls_back():
+    flags = [*TINY, "--strategy", "fsdp", "--out", "sharded"]
+    for damage in (lambda path: os.truncate(path, path.stat().st_size // 2), Path.unlink):
+        shutil.rmtree("sharded", ignore_errors=True)
+        main(flags)
+        damage(next(Path("sharded/step-0000010").glob("*.distcp")))
+        main([*flags, "--resume"])
+        assert Path("sharded/step-0000010.damaged").exists() and len(losses("sharded")) == 10
 
 
 def test_matrix_norms_and_updates_are_logged(monkeypatch):
@@ -623,20 +654,20 @@ class Given:
     train = eval
 
     def log_probabilities(self, context, continuations):
-        return torch.tensor([{"a": -1.0, "b": -0.6}[chr(c[1])] * (len(c) - 1) for c in continuations])
+        return torch.tensor([{"a": -1.0, "b": -0.6}[chr(c[0])] * len(c) for c in continuations])
 
 
 def test_the_likeliest_whole_and_the_likeliest_a_byte_disagree_where_lengths_differ(monkeypatch):
     parallel = SimpleNamespace(model=Given(), device=torch.device("cpu"), precision=contextlib.nullcontext)
     # "a": -1 in all, -1 a byte; "bbbb": -2.4 in all, -0.6 a byte.
-    questions = [("context", ["a", "bbbb"], 0), ("context", ["a", "bbbb"], 1), ("context", ["a", "bbbb"], 1)]
+    questions = [([1], [[97], [98] * 4], [1, 4], answer) for answer in (0, 1, 1)]
     for world in (1, 2):
         sums = []
         monkeypatch.setattr(train_gpu.dist, "get_world_size", lambda: world)
         monkeypatch.setattr(train_gpu.dist, "all_reduce", lambda right: sums.append(right.clone()))
         for rank in range(world):
             monkeypatch.setattr(train_gpu.dist, "get_rank", lambda: rank)
-            train_gpu.score_choices(parallel, Letters(), questions)
+            train_gpu.score_choices(parallel, questions)
         assert sum(sums).tolist() == [1.0, 2.0]
 
 
@@ -647,15 +678,17 @@ ARC_COLUMNS = {"question": "What?", "choices": {"text": ["a", "b", "c"], "label"
 
 
 def test_hellaswags_and_arcs_own_formats_are_read():
-    with open("choices.jsonl", "w") as f:
-        f.writelines(json.dumps(q) + "\n" for q in (HELLASWAG, ARC, ARC_DIGITS, ARC_COLUMNS, {**HELLASWAG, "label": "3"}))
+    with open("choices.jsonl", "w", encoding="utf-8-sig") as f:
+        f.writelines(q and json.dumps(q, ensure_ascii=False) + "\n" or "\n" for q in (
+            HELLASWAG, ARC, ARC_DIGITS, ARC_COLUMNS, None, {**HELLASWAG, "ctx": "A man is\u2028so", "label": "3"}))
     assert train_gpu.read_choices(Path("choices.jsonl")) == [
-        ("A man is", ["a", "bb", "ccc", "d"], 2), ("Question: What?\nAnswer:", ["a", "b"], 1), ("Question: What?\nAnswer:", ["a", "b"], 0),
-        ("Question: What?\nAnswer:", ["a", "b", "c"], 2), ("A man is", ["a", "bb", "ccc", "d"], 3)]
+        (1, "A man is", ["a", "bb", "ccc", "d"], 2), (2, "Question: What?\nAnswer:", ["a", "b"], 1), (3, "Question: What?\nAnswer:", ["a", "b"], 0),
+        (4, "Question: What?\nAnswer:", ["a", "b", "c"], 2), (6, "A man is\u2028so", ["a", "bb", "ccc", "d"], 3)]
 
 
 @pytest.mark.parametrize("line", ["not json", "[]", "{}", json.dumps({**HELLASWAG, "label": 4}), json.dumps({**HELLASWAG, "label": ""}), json.dumps({**HELLASWAG, "endings": []}),
-                                  json.dumps({**ARC, "answerKey": "E"}), json.dumps({**HELLASWAG, "ctx": ""}), json.dumps({**HELLASWAG, "endings": ["", "a"], "label": 1})])
+                                  json.dumps({**ARC, "answerKey": "E"}), json.dumps({**HELLASWAG, "ctx": ""}), json.dumps({**HELLASWAG, "endings": ["", "a"], "label": 1}),
+                                  json.dumps({**HELLASWAG, "ctx": 5}), json.dumps({**HELLASWAG, "endings": "abc"}), json.dumps({**HELLASWAG, "ctx": "\ud800"}), "[" * 200_000], ids=range(13))
 def test_questions_that_are_none_are_named_by_their_line(line, refused):
     Path("choices.jsonl").write_text(json.dumps(HELLASWAG) + "\n" + line + "\n")
     refused(main, *TINY, "--choices", "choices.jsonl", "--out", "run", words=("choices.jsonl, line 2",))
@@ -669,6 +702,14 @@ def test_choices_are_answered_at_each_validation(monkeypatch, capsys):
     records = [r for r in read_log(Path("run/log.jsonl")) if "choices" in r]
     assert [r["step"] for r in records] == [5, 10] and capsys.readouterr().out.count("of 2 questions right") == 2
     assert all(r[key] in (0.0, 0.5, 1.0) for r in records for key in ("choices", "choices_per_byte"))
+
+
+@pytest.mark.parametrize("changed", [{"endings": ["a", "b" * 400, "c"]}, {"ctx": "三"}])
+def test_questions_that_the_model_cannot_be_asked_are_refused_before_the_run(changed, refused, monkeypatch):
+    monkeypatch.setattr(train_gpu, "load_tokenizer", lambda data: SimpleNamespace(encode=lambda text: SimpleNamespace(ids=list(map(ord, text)))))
+    Path("choices.jsonl").write_text(json.dumps({**HELLASWAG, **changed}) + "\n")
+    refused(main, *TINY, "--choices", "choices.jsonl", "--out", "run", words=("choices.jsonl, line 1", "of more than the context's 16"))
+    assert not Path("run").exists()
 
 
 def test_choices_without_a_tokenizer_are_refused_before_the_run(refused):
