@@ -46,6 +46,7 @@ LOGIT_BYTES = 2 + 4 + 4                 # a logit: bf16 from the matrix product,
 PADDED_GPT2_VOCAB = 50_304              # GPT-2's 50,257 tokens, padded to a multiple of 128
 # The report's run: its two cards, what it measured on each, its batch, data, power, and the largest of its small runs.
 REPORT_GPU, REPORT_GPUS, REPORT_TFLOPS = "rtx-pro-6000-max-q", 2, 188
+REPORT_OPTIMA, REPORT_ALPHA, REPORT_BETA = ((1e17, 33e6), (3e17, 62e6), (1e18, 116e6)), 0.75, 0.82      # (FLOPs, best N) of them
 REPORT_TOKENS, REPORT_TOKENS_A_STEP, REPORT_SEQ_LEN, REPORT_MICRO_BATCH, REPORT_SWEEP = 6e9, 524_288, 2048, 16, 1e18
 
 
@@ -266,7 +267,8 @@ def report_row(depth, tokens, gpus, rate, flops_a_gpu, watts, kwh_price, price, 
 
 REPORT_FORMATS = {"blocks": "{:,.1f}M", "each embedding": "{:,.1f}M", "N": "{:,.1f}M", "total": "{:,.1f}M", "FLOPs a token": "{:.3e}",
                   "FLOPs": "{:.2e}", "tokens": "{:,}", "tokens a parameter": "{:.1f}", "times the sweep": "{:.1f}", "tokens/s": "{:,.0f}",
-                  "hours": "{:.1f}", "TFLOP/s a GPU": "{:.1f}", "kWh": "{:.1f}", "price of it": "{:.2f}", "GPU-hours": "{:,.1f}", "price of them": "{:,.2f}"}
+                  "hours": "{:.1f}", "TFLOP/s a GPU": "{:.1f}", "kWh": "{:.1f}", "price of it": "{:.2f}",
+                  "GPU-hours": "{:,.1f}", "price of them": "{:,.2f}"}
 
 
 def print_report(rows):
@@ -275,6 +277,24 @@ def print_report(rows):
         values = [row[name] / 1e6 if "M" in REPORT_FORMATS.get(name, "") else row[name] for row in rows]
         if None not in values:
             print(f"{name:<18s}  " + "  ".join(f"{REPORT_FORMATS.get(name, '{:,}').format(value):>14s}" for value in values))
+
+
+def tokens_at(flops, n_params):
+    """Tokens D = C / (6N + 12 d T h) that a budget C of FLOPs buys a model of the report's family with this N, whose depth
+    d, width 64 d, is the one (not whole) that gives it: N = 12 d (64 d)^2 + 64 d of the vocabulary."""
+    low, high = 0.0, 1000.0
+    while high - low > 1e-9:
+        depth = (low + high) / 2
+        low, high = (depth, high) if 12 * 64 ** 2 * depth ** 3 + PADDED_GPT2_VOCAB * 64 * depth < n_params else (low, depth)
+    return flops / (6 * n_params + 12 * depth * REPORT_SEQ_LEN * 64 * depth)
+
+
+def sweep_text():
+    """What follows from the optima and the law's exponents that the report found: tokens a parameter, and how both grow."""
+    optima = ", ".join(f"{n / 1e6:.0f}M at {flops:g} FLOPs with {tokens_at(flops, n) / n:.1f} tokens a parameter" for flops, n in REPORT_OPTIMA)
+    share = REPORT_BETA / (REPORT_ALPHA + REPORT_BETA)
+    return (f"the report's sweep: best N {optima}; by its law's alpha {REPORT_ALPHA:g} and beta {REPORT_BETA:g}, N grows as "
+            f"C^{share:.2f} and D as C^{1 - share:.2f}")
 
 
 def losses_text(nats, bytes_per_token):
@@ -511,7 +531,8 @@ def parse_args(argv):
     parser.add_argument("--watts", type=positive(float), metavar="X", help="of one GPU (default: its board power)")
     report = parser.add_argument_group("the report's family")
     report.add_argument("--depth", type=positive(int, 1000), nargs="+", metavar="D", help="depths, side by side; the report's is 20")
-    report.add_argument("--measured-tokens-per-s", type=positive(float), metavar="X", help=f"of one depth, on all GPUs (default: what the report's MFU gives, on its GPU {REPORT_TFLOPS} TFLOP/s)")
+    report.add_argument("--measured-tokens-per-s", type=positive(float), metavar="X",
+                        help=f"of one depth, on all GPUs (default: what the report's MFU gives, on its GPU {REPORT_TFLOPS} TFLOP/s)")
     report.add_argument("--kwh-price", type=positive(float), metavar="X", help="of a kWh, in any currency")
     report.add_argument("--sweep", type=positive(float), default=REPORT_SWEEP, metavar="C", help="FLOPs to compare with (default: 1e18)")
     report.add_argument("--loss", type=positive(float), metavar="X", help="in nats a token: also print it in bits a byte")
@@ -571,6 +592,7 @@ def print_depths(args, gpu, peak):
         run = Run(f"depth {row['layers']}", row["total"], gpus, row["width"], row["layers"], REPORT_SEQ_LEN, REPORT_MICRO_BATCH, row["tokens"],
                   recompute=args.recompute)
         print(f"{run.name}: {fit_text(run, gpu)}; MFU {row['TFLOP/s a GPU'] * TERA / peak:.0%}")
+    print(sweep_text())
     return rows
 
 

@@ -98,6 +98,7 @@ def count_syncs(tokens, config, device, no_sync):
 
 
 def max_difference(model, other):
+    """The largest absolute difference between two models' parameters, of the same shapes."""
     return max((a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters()))
 
 
@@ -114,7 +115,7 @@ def measure(corpus, device):
         return None, None
     results = {
         "corpus": corpus.name, "world": world, "threads": torch.get_num_threads(), "steps": STEPS, "per_rank": PER_RANK,
-        "loss": loss, "max_diff": max_difference(model, train_single(tokens, config, device, range(world))),
+        "loss": loss, "bits_per_byte": corpus.bits_per_byte(loss, "train"), "max_diff": max_difference(model, train_single(tokens, config, device, range(world))),
         "fp64_max_diff": max_difference(exact, train_single(tokens, config, device, range(world), torch.float64)),
         "same_data_max_diff": max_difference(wasted, train_single(tokens, config, device, [0])),
         "micro_batches": MICRO_BATCHES, "syncs": syncs["no_sync"]["syncs"], "syncs_without_no_sync": syncs["every"]["syncs"],
@@ -128,7 +129,8 @@ def print_results(r):
           f"single process ({PER_RANK * world} a step) is below 1e-4: {r['max_diff'] < TOLERANCE} ({r['max_diff']:.1e})")
     print(f"the same in fp64: {r['fp64_max_diff']:.1e}; what is left is rounding: the sums are taken in another order, and Adam "
           f"turns a gradient of nearly zero into a step of full size, whose sign the rounding decides")
-    print(f"loss of the last step, mean over ranks: {r['loss']:.3f}")
+    bits = "" if r["bits_per_byte"] is None else f" ({r['bits_per_byte']:.3f} bits a byte)"
+    print(f"loss of the last step, mean over ranks: {r['loss']:.3f}{bits}")
     print(f"the same data on every rank: the largest difference from a single process with {PER_RANK} a step is "
           f"{r['same_data_max_diff']:.1e}: {world} processes did the work of one, {(world - 1) / world:.0%} of it is wasted")
     print(f"{MICRO_BATCHES} micro-batches a step: {r['syncs_without_no_sync']} gradient syncs in {steps} steps "

@@ -59,6 +59,7 @@ def accumulate(model, micro_batches, scales):
 
 
 def split(x, y, parts):
+    """Inputs and targets (B, T) as a list of so many pairs of (B / parts, T)."""
     return list(zip(x.chunk(parts), y.chunk(parts)))
 
 

@@ -114,6 +114,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rms_norm(width, gains):
+    """RMSNorm over the last dimension, with a learned gain or without (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     return nn.RMSNorm(width, eps=NORM_EPS, elementwise_affine=gains)
 
 

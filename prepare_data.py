@@ -228,9 +228,11 @@ def read_shards(path):
         files = {split: [p for p in sorted(path.glob("*.bin")) if split in re.split("[^a-z]+", p.stem.lower())] for split in ("train", "val")}
         for split, found in files.items():
             if not found:
-                raise UserError(f"{path}: no {split} shard there (such as {split}_000000.bin); make them with: python prepare_data.py --tokenizer gpt2 --out DIR FILE...")
+                raise UserError(f"{path}: no {split} shard there (such as {split}_000000.bin); make them with: "
+                                f"python prepare_data.py --tokenizer gpt2 --out DIR FILE...")
         shards = {split: [read_shard(p) for p in found] for split, found in files.items()}
-        arrays, vocab_sizes = {split: [ids for ids, _ in found] for split, found in shards.items()}, {v for found in shards.values() for _, v in found}
+        arrays = {split: [ids for ids, _ in found] for split, found in shards.items()}
+        vocab_sizes = {vocab_size for found in shards.values() for _, vocab_size in found}
     else:
         ids, vocab_size = read_shard(path)
         cut = len(ids) - len(ids) // VALIDATION_SHARE
@@ -240,7 +242,8 @@ def read_shards(path):
     meta = shards_meta(path) or {"corpus": printable(f"{path} (no meta)"), "vocab_size": max(vocab_sizes)}
     held = {split: sum(map(len, parts)) for split, parts in arrays.items()}
     if path.is_dir() and meta.get("tokens", held) != held:
-        raise UserError(f"{path}: its shards hold {held}, by its meta.json {meta['tokens']}; one is missing or another's; make them again with --force")
+        raise UserError(f"{path}: its shards hold {held}, by its meta.json {meta['tokens']}; one is missing or another's; "
+                        f"make them again with --force")
     return new_corpus(path, arrays, meta)
 
 
@@ -529,6 +532,7 @@ def refuse_to_overwrite(out, force):
 
 
 def tokens_text(n_tokens, meta):
+    """The tokens of both parts, and how many bytes of text one stands for."""
     return ", ".join(f"{n_tokens[split]:,} {label} tokens ({meta['bytes_per_token'][split]:.2f} bytes each)"
                      for split, label in (("train", "training"), ("val", "validation")))
 
@@ -829,7 +833,8 @@ def fill_shards(tokenizer, paths, out, recipe, force):
     sized = all(path.suffix == ".txt" for path in paths)        # of the others the text's size is not the file's
     with tqdm(total=sum(path.stat().st_size for path in paths) if sized else None, initial=sum(state["bytes"].values()), unit="B",
               unit_scale=True, disable=None) as bar:
-        for found, state["place"] in tokenized(tokenizer, batches_of(paths, state["place"], recipe["encoding"], recipe["field"], recipe["val_share"])):
+        batches = batches_of(paths, state["place"], recipe["encoding"], recipe["field"], recipe["val_share"])
+        for found, state["place"] in tokenized(tokenizer, batches):
             for split, (ids, n_bytes, n_documents) in found.items():
                 if len(ids):
                     if split not in shards:
@@ -863,7 +868,8 @@ def clear_shards(out, force):
             shutil.rmtree(part)
     there = [p for p in out.iterdir() if re.fullmatch(r"(train|val)_\d{6}\.bin(\.part)?|meta\.json|progress\.json", p.name)]
     if there and not force:
-        raise UserError(f"{there[0]} is there, of another text, other flags or another program; write elsewhere with --out DIR, or replace it with --force")
+        raise UserError(f"{there[0]} is there, of another text, other flags or another program; write elsewhere with --out DIR, or "
+                        f"replace it with --force")
     for path in there:
         path.unlink()
 
@@ -874,7 +880,8 @@ def main(argv=None):
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="text files (default: the chapter's novel)")
     parser.add_argument("--encoding", default="utf-8", help="of the files, e.g. gb18030 (default: utf-8)")
     parser.add_argument("--tokenizer", default="auto", metavar="NAME",
-                        help="char or byte, trained on the text; or gpt2 or another of tiktoken's, into shards (default: auto, char for mostly Chinese text)")
+                        help="char or byte, trained on the text; or gpt2 or another of tiktoken's, into shards (default: auto, char "
+                             "for mostly Chinese text)")
     parser.add_argument("--vocab-size", type=positive(int, LARGEST_VOCAB), help=f"tokens in a trained vocabulary (default: {VOCAB_SIZE})")
     parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="where to write (default: here)")
     parser.add_argument("--force", action="store_true", help="overwrite tokens that this script did not make")

@@ -29,8 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from budget import (CHAPTER_MFU, LOST_PEER, REPORT_MICRO_BATCH, REPORT_SEQ_LEN, REPORT_TOKENS, REPORT_TOKENS_A_STEP, Run, compile_failure, data_parallel, datasheet_peak, first_on_rank_0, keep_memory, machine, on_rank_0,
-                    peak_memory_gb, pick_device, process_group, synchronize)
+from budget import (CHAPTER_MFU, LOST_PEER, REPORT_MICRO_BATCH, REPORT_SEQ_LEN, REPORT_TOKENS, REPORT_TOKENS_A_STEP, Run, compile_failure,
+                    data_parallel, datasheet_peak, first_on_rank_0, keep_memory, machine, on_rank_0, peak_memory_gb, pick_device,
+                    process_group, synchronize)
 
 import numpy as np
 import torch
@@ -41,8 +42,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from model import (EMBEDDING_LR, OUT_OF_MEMORY, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, config_from, count, duration_text, locked, plot, positive,
-                   save_results, size_text, written_whole)
+from model import (EMBEDDING_LR, OUT_OF_MEMORY, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command,
+                   config_from, count, duration_text, locked, plot, positive, save_results, size_text, written_whole)
 from prepare_data import add_data_flag, load_corpus, load_tokenizer, regular_file, step_positions
 
 LARGEST_MICRO_BATCH = 32                # the chapter's, where the global batch and the processes allow it
@@ -585,7 +586,8 @@ def read_choices(path):
             if "ctx" in r:
                 context, candidates, answer = r["ctx"], r["endings"], int(r["label"])
             else:
-                stem, choices = (r["question"]["stem"], r["question"]["choices"]) if isinstance(r["question"], dict) else (r["question"], r["choices"])
+                question = r["question"] if isinstance(r["question"], dict) else {"stem": r["question"], "choices": r["choices"]}
+                stem, choices = question["stem"], question["choices"]
                 if isinstance(choices, dict):       # columns, as some copies of ARC have it
                     choices = [{"text": text, "label": label} for text, label in zip(choices["text"], choices["label"])]
                 context, candidates = f"Question: {stem}\nAnswer:", [c["text"] for c in choices]
@@ -683,6 +685,7 @@ def agree(loss, noted, log, device):
 
 
 def last_step(args):
+    """The step that the run ends at."""
     return min(args.steps, args.stop_at or args.steps)
 
 
@@ -723,7 +726,7 @@ def train(args, corpus, parallel, optimizers, checkpoints, log, first_step, prog
         for p in (progress, per_line):
             p.add(loss, seconds, waited, timed)
         log.write(step=step, loss=loss, lr=share * args.lr, grad_norm=grad_norm, seconds=seconds, data_wait=waited, timed=timed,
-                  bits_per_byte=corpus.bits_per_byte(loss, "train"), **({"matrices": matrix_sizes(parallel.model, before)} if printed else {}))
+                  train_bits_per_byte=corpus.bits_per_byte(loss, "train"), **({"matrices": matrix_sizes(parallel.model, before)} if printed else {}))
         if printed:
             say(per_line.line(step, share * args.lr, grad_norm, corpus))
             per_line = replace(progress)
@@ -787,7 +790,8 @@ def run(args, device):
 def leave_results(args, corpus, log, measured):
     """The curve, and the run's figures in runs/train_gpu.json."""
     records = read_log(log.path)
-    last = {key: next((r[key] for r in reversed(records) if key in r), None) for key in ("loss", "val_loss", "bits_per_byte", "choices", "choices_per_byte")}
+    keys = ("loss", "val_loss", "bits_per_byte", "choices", "choices_per_byte")
+    last = {key: next((r[key] for r in reversed(records) if key in r), None) for key in keys}
     save_results("train_gpu", {"corpus": corpus.name, "out": str(args.out), **last, **measured})
     write_curve(records, args.out / "loss.png", corpus.name)
 
@@ -796,7 +800,7 @@ def can_sample(data, prompt, vocab_size):
     """Whether --sample can be answered at the end: said now, not after the run."""
     try:
         ids = load_tokenizer(data).encode(prompt).ids
-        reason = "the prompt is empty" if not ids else "the tokenizer is not the data's: its ids exceed the vocabulary" if max(ids) >= vocab_size else None
+        reason = None if ids and max(ids) < vocab_size else "the prompt has a token beyond the data's vocabulary" if ids else "the prompt is empty"
     except UserError as error:
         reason = error
     if reason:
@@ -826,7 +830,8 @@ def parse_args(argv):
         ("--warmup", {"type": whole, "default": 100, "metavar": "N"}, "steps of linear warm-up"),
         ("--schedule", {"choices": SCHEDULES, "default": "cosine"}, "of the learning rate after it"),
         ("--decay", {"type": number, "default": 0.2, "metavar": "X"}, "share of the steps in which wsd falls to zero"),
-        ("--optimizer", {"choices": ("adamw", "muon"), "default": "adamw"}, "of all parameters, or muon of the blocks' matrices and adamw of the rest"),
+        ("--optimizer", {"choices": ("adamw", "muon"), "default": "adamw"},
+         "of all parameters, or muon of the blocks' matrices and adamw of the rest"),
         ("--embedding-lr", {"type": number, "default": EMBEDDING_LR, "metavar": "X"}, "peak learning rate of adamw beside muon"),
         ("--weight-decay", {"type": float, "metavar": "X"}, "of the matrices (default: 0.1, of muon 0)"),
         ("--clip", {"type": number, "default": 1.0, "metavar": "X"}, "largest norm of the gradient"),
@@ -845,7 +850,8 @@ def parse_args(argv):
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass to save memory")
     parser.add_argument("--resume", nargs="?", const=True, metavar="CHECKPOINT", type=Path,
                         help="continue from the run's newest whole checkpoint, if it has one; or branch off that of another run")
-    parser.add_argument("--depth", type=positive(int, 1000), metavar="D", help="a model of the report's family instead, of D layers (context 2048 if not given)")
+    parser.add_argument("--depth", type=positive(int, 1000), metavar="D",
+                        help="a model of the report's family instead, of D layers (context 2048 if not given)")
     parser.add_argument("--preset", choices=PRESETS, help="report: the report's run; other flags change it")
     early, _ = parser.parse_known_args(argv)
     preset = PRESETS.get(early.preset, {})

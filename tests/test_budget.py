@@ -62,7 +62,9 @@ def test_the_reports_table(capsys):
                          ("total", "522.0M"), ("FLOPs a token", "3.375e+09"), ("tokens a step", "524,288"), ("steps", "11,444"),
                          ("tokens", "5,999,951,872"), ("times the sweep", "20.2"), ("hours", "15.0"), ("kWh", "9.0"), ("price of it", "2.51")):
         assert column[name] == figure, name
-    assert "0.7910 bits a byte" in out and out.rstrip().endswith("3.4") and [row["layers"] for row in rows] == [18, 20, 22]
+    assert "0.7910 bits a byte" in out and "tokens: 3.4" in out and [row["layers"] for row in rows] == [18, 20, 22]
+    assert "33M at 1e+17 FLOPs with 11.6 tokens" in out and "62M at 3e+17 FLOPs with 9.8" in out and "116M at 1e+18 FLOPs with 9.5" in out
+    assert "N grows as C^0.52 and D as C^0.48" in out
     assert len({f"{row['TFLOP/s a GPU']:.0f}" for row in rows}) == 1        # the report: close to 188 from depth 18 to 22
 
 
@@ -80,9 +82,11 @@ def test_the_reports_measured_rate(capsys):
 
 @pytest.mark.parametrize("budget_flops, n, tokens_a_param", [(1e17, 33e6, 11.5), (3e17, 62e6, 9.9), (1e18, 116e6, 9.5)])
 def test_the_sweeps_tokens_a_parameter_follow_from_its_count_of_flops(budget_flops, n, tokens_a_param):
-    """D = C / (6N + 12 d T h) at the optimum's N, of the family whose blocks and output matrix make N."""
+    """D = C / (6N + 12 d T h) at the optimum's N, of the family whose blocks and output matrix make N: by a search over depths."""
     depth = min((d / 1000 for d in range(2000, 20_000)), key=lambda d: abs(12 * 64 ** 2 * d ** 3 + 50_304 * 64 * d - n))
     assert budget_flops / (6 * n + 12 * depth * 2048 * 64 * depth) / n == pytest.approx(tokens_a_param, rel=0.02)
+    # The report prints N to two or three digits; half a unit of the last is as much as twice that share of D / N.
+    assert budget.tokens_at(budget_flops, n + 0.5e6) / (n + 0.5e6) - 0.05 <= tokens_a_param <= budget.tokens_at(budget_flops, n - 0.5e6) / (n - 0.5e6) + 0.05
 
 
 def test_a_run_too_large_for_one_gpu_without_a_shape():

@@ -664,7 +664,7 @@ def test_memory_does_not_grow_with_the_corpus(small_gpt2):
     peaks = []
     for megabytes in (20, 200):
         write_jsonl("a.jsonl", (TEXTS[i % 120] * 10 + str(i) for i in range(megabytes * 1_000_000 // (10 * len(TEXTS[0])))))
-        done = subprocess.run([sys.executable, "-c", code, GPT2_PATTERN, "--tokenizer", "gpt2", "--out", "out", "a.jsonl"], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code, GPT2_PATTERN, "--tokenizer", "gpt2", "--out", "out", "--force", "a.jsonl"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout.split()[-1]) / 1024)
     assert peaks[1] < peaks[0] + 40, peaks
