@@ -297,11 +297,15 @@ def sweep_text():
             f"C^{share:.2f} and D as C^{1 - share:.2f}")
 
 
+def bits_per_byte(nats, bytes_per_token):
+    """A loss in nats a token as bits a byte of a text of so many UTF-8 bytes a token."""
+    return nats / math.log(2) / bytes_per_token
+
+
 def losses_text(nats, bytes_per_token):
     """A loss in nats a token as bits a byte, and what guessing evenly among GPT-2's tokens would give."""
-    bits = nats / math.log(2) / bytes_per_token
-    return (f"{nats:g} nats a token at {bytes_per_token:g} bytes a token: {bits:.4f} bits a byte; guessing evenly among "
-            f"{GPT2_VOCAB:,} tokens: {math.log2(GPT2_VOCAB) / bytes_per_token:.1f}")
+    return (f"{nats:g} nats a token at {bytes_per_token:g} bytes a token: {bits_per_byte(nats, bytes_per_token):.4f} bits a byte; guessing evenly among "
+            f"{GPT2_VOCAB:,} tokens: {bits_per_byte(math.log(GPT2_VOCAB), bytes_per_token):.1f}")
 
 
 # --- how a script meets its machine ---------------------------------------------------------------------------------
@@ -406,22 +410,24 @@ def new_name(store, rank, world, timeout):
     restarts differs between nodes. So each rank asks under a name that only it knows, rank 0 answers with another, and
     goes on answering, for it may have read a dead rank's question, until each rank has shown that it knows the answer.
     """
+    def read(key):
+        return store.get(key).decode() if store.check([key]) else ""
+
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
     store.set(f"ask/{rank}", mine)
-    waiting = set(range(1, world)) if rank == 0 else {rank}
+    waiting = set(range(1, world)) if rank == 0 else {0}
     while waiting:
-        for r in sorted(waiting):
-            if rank == 0 and store.check([f"ask/{r}"]):
-                store.set(f"answer/{r}", f"{store.get(f'ask/{r}').decode()} {mine}")
-                if store.check([f"known/{r}"]) and store.get(f"known/{r}").decode() == mine:
-                    waiting.remove(r)
-            elif rank and store.check([f"answer/{rank}"]):
-                asked, answer = store.get(f"answer/{rank}").decode().split()
-                if asked == mine:
-                    store.set(f"known/{rank}", answer)
-                    return answer
+        if rank == 0:
+            for r in waiting:
+                store.set(f"answer/{r}", f"{read(f'ask/{r}')} {mine}")
+            waiting = {r for r in waiting if read(f"known/{r}") != mine}
+        else:
+            asked, _, answer = read(f"answer/{rank}").partition(" ")
+            if asked == mine:
+                store.set(f"known/{rank}", answer)
+                return answer
         if time.monotonic() > deadline:
-            raise RuntimeError(f"rank {rank} waited for ranks {sorted(waiting)}" if rank == 0 else f"rank {rank} waited for rank 0")
+            raise RuntimeError(f"rank {rank} waited for {'rank 0' if rank else f'ranks {sorted(waiting)}'}")
         time.sleep(0.02)
     return mine
 
@@ -466,6 +472,11 @@ def join_group(device=None, timeout=600):
     return device
 
 
+def is_lost_peer(error):
+    """Whether an exception says that another process of the group has ended."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
+
+
 @contextlib.contextmanager
 def process_group(device=None, timeout=600):
     """Join a process group as join_group does, yield this process's device, and leave together with the others.
@@ -479,7 +490,7 @@ def process_group(device=None, timeout=600):
     except BaseException as error:
         if dist.get_world_size() == 1:
             dist.destroy_process_group()
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
+        if is_lost_peer(error):
             raise UserError(f"rank {dist.get_rank()}: another process of the group has ended; its own message says why") from error
         raise
     gc.collect()                        # DDP and its hooks refer to each other; a thread of theirs that outlives the

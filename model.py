@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 INIT_STD = 0.02
@@ -177,6 +176,16 @@ class Block(nn.Module):
     def forward(self, x, cos, sin):
         x = x + self.attn(self.attn_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def whole(tensor):
+    """A tensor over all ranks, where fully_shard has spread it."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor):
+    """Whether it is a DTensor: told by its method, for the class's import would cost every script half a second."""
+    return hasattr(tensor, "full_tensor")
 
 
 class GPT(nn.Module):
@@ -343,7 +352,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure=None):
-        groups = [(group, [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]) for group in self.param_groups]
+        groups = [(group, [p for p in group["params"] if is_sharded(p) and p.grad is not None]) for group in self.param_groups]
         if closure or not any(sharded for _, sharded in groups):
             return super().step(closure)
         for group, sharded in groups:
@@ -355,7 +364,7 @@ class Muon(torch.optim.Muon):
                 momentum.lerp_(grad, 1 - group["momentum"])
                 direction = p.grad.clone()
                 direction.to_local().copy_(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
-                rows = self.move(direction.full_tensor(), group).chunk(p.device_mesh.size())
+                rows = self.move(whole(direction), group).chunk(p.device_mesh.size())
                 p.to_local().mul_(1 - group["lr"] * group["weight_decay"])
                 if p.to_local().numel():        # a rank beyond the rows has none
                     p.to_local().add_(rows[p.device_mesh.get_local_rank()])
@@ -420,6 +429,11 @@ def duration_text(seconds):
     return f"{seconds / size:.1f} {unit}"
 
 
+def is_out_of_memory(error):
+    """Whether an exception says that memory ran out, Python's, a CPU's or a GPU's."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+
 def command(main):
     """Decorate a script's main(argv=None): what a person can put right ends it with one line and exit status 2."""
     def stop(reason, status=2):
@@ -442,7 +456,7 @@ def command(main):
         except KeyboardInterrupt:
             stop("interrupted", 130)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
+            if not is_out_of_memory(error):
                 raise
             stop("out of memory; take a smaller batch, context or model")
     return wrapped
@@ -496,7 +510,7 @@ def written_whole(path):
     except Exception as error:
         # A full disk is an OSError from Python, a RuntimeError from torch.save and a plain Exception from tokenizers.
         full = isinstance(error, (OSError, RuntimeError)) or type(error) is Exception
-        if not full or any(sign in str(error) for sign in OUT_OF_MEMORY):
+        if not full or is_out_of_memory(error):
             raise
         reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"{path} cannot be written ({reason}); is the disk full, or the directory read-only?") from error

@@ -18,7 +18,6 @@ import contextlib
 import gzip
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -47,7 +46,7 @@ import torch
 from tqdm import tqdm
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from budget import cpu_count
+from budget import bits_per_byte, cpu_count
 from model import GPT2_VOCAB, GPTConfig, Parser, UserError, check_runs, command, locked, positive, save_results, written_whole
 
 HERE = Path(".")
@@ -109,9 +108,7 @@ class Tokens:
             i = np.searchsorted(ends, position, side="right")
             start = position - (ends[i - 1] if i else 0)
             window[:] = self.arrays[i][start:start + seq_len + 1]
-        if windows.size and not 0 <= windows.min() <= windows.max() < self.vocab_size:
-            raise UserError(f"{self.where} has the id {windows.max() if windows.min() >= 0 else windows.min():,}, beyond the vocabulary of "
-                            f"{self.vocab_size:,}; make it again with: python prepare_data.py FILE...")
+        check_ids(windows, self.vocab_size, self.where)
         windows = torch.from_numpy(windows)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -132,7 +129,7 @@ class Corpus:
 
     def bits_per_byte(self, nats, split="val"):
         """A loss in nats a token as bits a byte of the split's text; None where its bytes are unknown."""
-        return nats / math.log(2) / self.bytes_per_token[split] if self.bytes_per_token else None
+        return bits_per_byte(nats, self.bytes_per_token[split]) if self.bytes_per_token else None
 
 
 def load_corpus(path=TOKENS, seq_len=1):
@@ -197,8 +194,6 @@ def read_tokens(path):
 def new_corpus(path, arrays, meta):
     """The Corpus of arrays by split and what meta records of it."""
     train, val = (Tokens(arrays[split], meta["vocab_size"], f"{path}: {split}") for split in ("train", "val"))
-    for array in (*train.arrays, *val.arrays):      # the beginning of each; windows checks the rest as it is read
-        check_ids(array[:CHECKED], meta["vocab_size"], f"{path}: a shard") if len(array) else None
     return Corpus(meta["corpus"], train, val, meta["vocab_size"], meta.get("bytes_per_token"))
 
 
@@ -244,6 +239,8 @@ def read_shards(path):
     if path.is_dir() and meta.get("tokens", held) != held:
         raise UserError(f"{path}: its shards hold {held}, by its meta.json {meta['tokens']}; one is missing or another's; "
                         f"make them again with --force")
+    for array in (array for parts in arrays.values() for array in parts if len(array)):
+        check_ids(array[:CHECKED], meta["vocab_size"], f"{path}: a shard")      # Tokens.windows checks the rest as it is read
     return new_corpus(path, arrays, meta)
 
 
@@ -255,13 +252,19 @@ def shards_meta(path):
 
 def read_meta(path):
     """What prepare_data.py wrote beside its shards. Raises UserError where it is not that."""
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        meta = None
-    if not meta or not is_meta(meta):
+    meta = read_json(path)
+    if not is_meta(meta):
         raise UserError(f"{path}: not prepare_data.py's; make the shards again, or remove it to read them as they are")
     return meta
+
+
+def read_json(path):
+    """The object in a JSON file; None where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def is_meta(meta):
@@ -295,15 +298,15 @@ def printable(name):
 
 
 def check_ids(ids, vocab_size, where, recorded=True):
-    """Raise UserError unless ids, a 1-D array, holds values in [0, vocab_size) alone."""
+    """Raise UserError unless ids, an array, holds values in [0, vocab_size) alone; recorded: its meta names the vocabulary."""
     if not len(ids):
         raise UserError(f"{where} is empty")
     low, high = int(ids.min()), int(ids.max())
     if low < 0:
         raise UserError(f"{where} has the id {low}: ids of 32,768 and above wrap in int16; store them wider")
     if high >= vocab_size:
-        why = "its meta says" if recorded else "it has no meta, so the chapter's is taken:"
-        raise UserError(f"{where} has the id {high:,}, beyond the vocabulary ({why} {vocab_size:,}); "
+        why = "" if recorded else " (it has no meta, so the chapter's is taken)"
+        raise UserError(f"{where} has the id {high:,}, beyond the vocabulary of {vocab_size:,}{why}; "
                         f"make it again with: python prepare_data.py FILE...")
 
 
@@ -601,6 +604,18 @@ def lines_of(path, encoding):
         raise UserError(f"{path}: not a whole .gz file ({error})") from None
 
 
+def whole_lines(lines):
+    """lines_of's lines, the pieces of a long one put together again."""
+    whole = ""
+    for line in lines:
+        whole += line
+        if line.endswith("\n"):
+            yield whole
+            whole = ""
+    if whole:
+        yield whole
+
+
 def text_pieces(lines, starts_document):
     """Documents of lines, in pieces of about PIECE characters: (text, whether its document ends there).
 
@@ -660,15 +675,9 @@ def pieces_of(path, alone, encoding, field):
     if kind == ".parquet":
         yield from ((text, True) for text in parquet_texts(path, field))
     elif kind == ".jsonl":
-        record, number = "", 1
-        for line in lines_of(path, encoding):
-            record += line
-            if line.endswith("\n"):
-                if record.strip() and (text := field_of(record, field, f"{path}, line {number}")):
-                    yield text, True
-                record, number = "", number + 1
-        if record.strip() and (text := field_of(record, field, f"{path}, line {number}")):
-            yield text, True
+        for number, record in enumerate(whole_lines(lines_of(path, encoding)), 1):
+            if record.strip() and (text := field_of(record, field, f"{path}, line {number}")):
+                yield text, True
     else:
         chapters = sum(1 for _, line in zip(range(2), filter(HEADING.match, lines_of(path, encoding)))) == 2
         yield from text_pieces(lines_of(path, encoding), lambda before, line: bool(
@@ -684,12 +693,12 @@ class Shard:
     """A split's shard that is being written: under another name, until close gives it its header and its own."""
 
     def __init__(self, path, kind):
-        self.path, self.kind, self.dtype, self.tokens = path, kind, SHARD_KINDS[kind][1], 0
+        self.path, self.kind, self.tokens = path, kind, 0
         self.file = open(path.with_name(path.name + ".part"), "wb")
         self.write(np.zeros(HEADER_INTS, "<i4"))
 
     def append(self, ids):
-        self.write(ids.astype(self.dtype))
+        self.write(ids)
         self.tokens += len(ids)
 
     def write(self, array):
@@ -721,10 +730,15 @@ def start_worker(encoding, parent):
     start_worker.encoding = encoding
 
 
+def shard_kind(n_vocab):
+    """The key in SHARD_KINDS whose ids are wide enough for so large a vocabulary."""
+    return next(kind for kind, (_, dtype, _) in SHARD_KINDS.items() if n_vocab - 1 <= np.iinfo(dtype).max)
+
+
 def tokenize_batch(documents):
     """What a process does with a list of (text, ends, held out): by split, its ids, bytes and finished documents."""
     encoding, found = start_worker.encoding, {}
-    dtype = np.uint16 if encoding.n_vocab <= 1 << 16 else np.uint32
+    dtype = SHARD_KINDS[shard_kind(encoding.n_vocab)][1]
     for split, wanted in (("train", False), ("val", True)):
         mine = [(text, ends) for text, ends, held_out in documents if held_out == wanted]
         if any(ENDOFTEXT in text for text, _ in mine):          # spelled out by a text, it is text
@@ -811,7 +825,7 @@ def write_shards(paths, name, out, encoding="utf-8", field="text", val_share=0.0
 def fill_shards(tokenizer, paths, out, recipe, force):
     """Write all shards, from where progress.json says; returns the counts by split, as progress.json has them."""
     counts, progress, shards = ("shards", "tokens", "bytes", "documents"), out / "progress.json", {}
-    kind = 20240520 if tokenizer.n_vocab <= 1 << 16 else 20240801
+    kind = shard_kind(tokenizer.n_vocab)
     state = read_json(progress) or {}
     if state.get("recipe") != recipe or not {"place", *counts} <= state.keys():
         clear_shards(out, force)
@@ -850,15 +864,6 @@ def fill_shards(tokenizer, paths, out, recipe, force):
         if not n:
             raise UserError(f"{out}: no document fell into the {split} part; give more documents or another --val-share")
     return state
-
-
-def read_json(path):
-    """The object in a JSON file; None where there is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def clear_shards(out, force):

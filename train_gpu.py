@@ -29,8 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from budget import (CHAPTER_MFU, LOST_PEER, REPORT_MICRO_BATCH, REPORT_SEQ_LEN, REPORT_TOKENS, REPORT_TOKENS_A_STEP, Run, compile_failure,
-                    data_parallel, datasheet_peak, first_on_rank_0, keep_memory, machine, on_rank_0, peak_memory_gb, pick_device,
+from budget import (CHAPTER_MFU, REPORT_MICRO_BATCH, REPORT_SEQ_LEN, REPORT_TOKENS, REPORT_TOKENS_A_STEP, Run, compile_failure, data_parallel,
+                    datasheet_peak, first_on_rank_0, is_lost_peer, keep_memory, machine, on_rank_0, peak_memory_gb, pick_device,
                     process_group, synchronize)
 
 import numpy as np
@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from model import (EMBEDDING_LR, OUT_OF_MEMORY, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command,
-                   config_from, count, duration_text, locked, plot, positive, save_results, size_text, written_whole)
+from model import (EMBEDDING_LR, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command,
+                   config_from, count, duration_text, is_out_of_memory, locked, plot, positive, save_results, size_text, whole, written_whole)
 from prepare_data import add_data_flag, load_corpus, load_tokenizer, regular_file, step_positions
 
 LARGEST_MICRO_BATCH = 32                # the chapter's, where the global batch and the processes allow it
@@ -187,14 +187,17 @@ class Parallel:
         """bf16 autocast over fp32 weights on a GPU; under fsdp its own policy does that. fp32 on a CPU."""
         return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda" and self.strategy == "ddp")
 
+    @contextlib.contextmanager
+    def evaluating(self):
+        """Without gradients, by the uncompiled module."""
+        self.model.eval()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.precision():
+            yield
+        self.model.train()
+
     def clip(self, limit):
         """Scale the gradient to a norm of at most limit; returns the norm it had, over all parameters and ranks."""
         return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-
-
-def whole(tensor):
-    """A tensor over all ranks, where fsdp has spread it."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def matrix_sizes(model, before):
@@ -219,28 +222,28 @@ def accumulate(parallel, loader, micro_batches):
     return total
 
 
-@torch.no_grad()
+def shares(n):
+    """This rank's share of n pieces of work, each with whether it counts: past the end a rank does the last once more,
+    for under fsdp all have to take part."""
+    for i in range(dist.get_rank(), n + -n % dist.get_world_size(), dist.get_world_size()):
+        yield min(i, n - 1), i < n
+
+
 def evaluate(parallel, tokens, at_once=EVAL_BATCH):
     """Mean loss over fixed windows of tokens in nats a token, the same for any number of ranks.
 
     Windows are spread evenly and computed in fixed groups, which the ranks share out; the uncompiled module does it.
     """
     seq_len = parallel.model.config.seq_len
-    model, rank, world = parallel.model, dist.get_rank(), dist.get_world_size()
     n = max(1, min(EVAL_WINDOWS, (len(tokens) - 1) // seq_len))
     groups = np.array_split(np.linspace(0, tokens.positions(seq_len) - 1, n).astype(np.int64), math.ceil(n / at_once))
     sums = torch.zeros(len(groups), dtype=torch.float64, device=parallel.device)
-    model.eval()
-    with torch.compiler.set_stance("force_eager"), parallel.precision():
-        for i in range(0, len(groups), world):
-            mine = i + rank
-            # Past the end a rank computes the last group once more, for under fsdp all have to take part; it is not counted.
-            group = groups[min(mine, len(groups) - 1)]
-            x, y = (t.to(parallel.device) for t in tokens.windows(group, seq_len))
-            loss = model(x, y)[1]
-            if mine < len(groups):
-                sums[mine] = loss.double() * len(group)
-    model.train()
+    with parallel.evaluating():
+        for i, counts in shares(len(groups)):
+            x, y = (t.to(parallel.device) for t in tokens.windows(groups[i], seq_len))
+            loss = parallel.model(x, y)[1]
+            if counts:
+                sums[i] = loss.double() * len(groups[i])
     dist.all_reduce(sums)
     return sums.sum().item() / n
 
@@ -370,7 +373,7 @@ class Checkpoints:
             raise UserError(f"{self.directory}: the processes find different checkpoints there (here step {about['step']}); give every "
                             f"node the same directory")
         self.branched_from = about["branched_from"]
-        self.keep |= set(about["keep"]) if not branching or self.branched_from != str(resume) else set()
+        self.keep |= set(about["keep"])
         # A damaged one would take one of the two places that are kept; it may still help to find out what happened.
         on_rank_0(lambda: [os.replace(path, path.with_name(path.name + ".damaged")) for path in damaged])
         return about["step"]
@@ -417,11 +420,11 @@ class Checkpoints:
         try:
             about = self.load(path)
             return {"step": int(about["step"]), "run": dict(about["run"]), "branched_from": about["branched_from"], "keep": list(about["keep"])}
-        except (UserError, MemoryError, torch.OutOfMemoryError):
+        except UserError:
             raise
         except (Exception, dcp.api.CheckpointException) as error:       # a stranger's bytes or a damaged disk may raise anything
             unreadable = isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError)
-            if unreadable or any(sign in str(error) for sign in LOST_PEER):
+            if unreadable or is_out_of_memory(error) or is_lost_peer(error):
                 raise
             raise NotWhole(type(error).__name__) from None
 
@@ -619,27 +622,23 @@ def tokenized_choices(path, data, config):
 def score_choices(parallel, questions):
     """The share of questions whose right candidate is the likeliest as a continuation: by its whole log-probability, and by
     that divided by its bytes. The ranks share the work."""
-    rank, world, right = dist.get_rank(), dist.get_world_size(), torch.zeros(2, dtype=torch.float64, device=parallel.device)
-    parallel.model.eval()
-    with torch.compiler.set_stance("force_eager"), parallel.precision():
-        for i in range(0, len(questions), world):
-            # Past the end a rank scores the last question once more, for under fsdp all have to take part.
-            context, candidates, n_bytes, answer = questions[min(i + rank, len(questions) - 1)]
+    right = torch.zeros(2, dtype=torch.float64, device=parallel.device)
+    with parallel.evaluating():
+        for i, counts in shares(len(questions)):
+            context, candidates, n_bytes, answer = questions[i]
             scores = parallel.model.log_probabilities(context, candidates)
             per_byte = scores / torch.tensor(n_bytes, device=scores.device)
-            if i + rank < len(questions):
+            if counts:
                 right += torch.stack([scores.argmax() == answer, per_byte.argmax() == answer])
-    parallel.model.train()
     dist.all_reduce(right)
     return (right / len(questions)).tolist()
 
 
-def sample(model, data, prompt, device):
-    """A continuation of prompt by the tokenizer beside the data; all ranks take part."""
-    tokenizer = load_tokenizer(data)
-    idx = torch.tensor([tokenizer.encode(prompt).ids], device=device)
+def sample(parallel, tokenizer, ids):
+    """A continuation of a prompt's ids as text; all ranks take part."""
+    idx = torch.tensor([ids], device=parallel.device)
     with torch.compiler.set_stance("force_eager"):
-        out = model.generate(idx, SAMPLE_TOKENS, temperature=0.8, top_k=50, generator=torch.Generator(device).manual_seed(0))
+        out = parallel.model.generate(idx, SAMPLE_TOKENS, temperature=0.8, top_k=50, generator=torch.Generator(parallel.device).manual_seed(0))
     return tokenizer.decode(out[0].tolist())
 
 
@@ -750,7 +749,7 @@ def run(args, device):
     config = GPTConfig.from_depth(args.depth, corpus.vocab_size, args.seq_len) if args.depth else config_from(args, vocab_size=corpus.vocab_size)
     args.questions = tokenized_choices(args.choices, args.data, config) if args.choices else []
     say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}")
-    sampled = args.sample and can_sample(args.data, args.sample, config.vocab_size)
+    prompt = args.sample and prompt_of(args.data, args.sample, config.vocab_size)
     torch.manual_seed(args.seed)        # the same model on every rank
     model = GPT(config)
     model.recompute = args.recompute
@@ -782,8 +781,8 @@ def run(args, device):
         "world": world, "params": n_params, "step": step, "tokens_per_s": progress.rate(), "mfu": progress.mfu(),
         "data_wait": progress.waited / progress.seconds if progress.seconds else None, "seconds": progress.seconds, "forecast_seconds": forecast,
         "peak_memory_gb": peak_memory_gb(device), "forecast_gb": cost.memory(args.strategy == "fsdp")}))
-    if sampled:
-        say(sample(model, args.data, args.sample, device))
+    if prompt:
+        say(sample(parallel, *prompt))
     return None
 
 
@@ -796,16 +795,18 @@ def leave_results(args, corpus, log, measured):
     write_curve(records, args.out / "loss.png", corpus.name)
 
 
-def can_sample(data, prompt, vocab_size):
-    """Whether --sample can be answered at the end: said now, not after the run."""
+def prompt_of(data, prompt, vocab_size):
+    """(tokenizer, the prompt's ids) for --sample; None, which is said now and not after the run, where it cannot be answered."""
     try:
-        ids = load_tokenizer(data).encode(prompt).ids
-        reason = None if ids and max(ids) < vocab_size else "the prompt has a token beyond the data's vocabulary" if ids else "the prompt is empty"
+        tokenizer = load_tokenizer(data)
+        ids = tokenizer.encode(prompt).ids
+        if ids and max(ids) < vocab_size:
+            return tokenizer, ids
+        reason = "the prompt has a token beyond the data's vocabulary" if ids else "the prompt is empty"
     except UserError as error:
         reason = error
-    if reason:
-        say(f"--sample: {reason}, so no text will be written")
-    return not reason
+    say(f"--sample: {reason}, so no text will be written")
+    return None
 
 
 def numbers(text):
@@ -896,10 +897,8 @@ def main(argv=None):
     try:
         with process_group(device) as device:
             stopped = run(args, device)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UserError(out_of_memory_text(args, error)) from None
     except Exception as error:
-        if any(sign in str(error) for sign in OUT_OF_MEMORY):       # on a CPU
+        if is_out_of_memory(error):
             raise UserError(out_of_memory_text(args, error)) from None
         reason = None if isinstance(error, OSError) else compile_failure(error)
         if reason is None:

@@ -655,17 +655,12 @@ class Given:
 
     config = CONFIG
 
-    def eval(self):
-        return self
-
-    train = eval
-
     def log_probabilities(self, context, continuations):
         return torch.tensor([{"a": -1.0, "b": -0.6}[chr(c[0])] * len(c) for c in continuations])
 
 
 def test_the_likeliest_whole_and_the_likeliest_a_byte_disagree_where_lengths_differ(monkeypatch):
-    parallel = SimpleNamespace(model=Given(), device=torch.device("cpu"), precision=contextlib.nullcontext)
+    parallel = SimpleNamespace(model=Given(), device=torch.device("cpu"), evaluating=contextlib.nullcontext)
     # "a": -1 in all, -1 a byte; "bbbb": -2.4 in all, -0.6 a byte.
     questions = [([1], [[97], [98] * 4], [1, 4], answer) for answer in (0, 1, 1)]
     for world in (1, 2):
