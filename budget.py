@@ -15,11 +15,16 @@ import contextlib
 import ctypes
 import gc
 import math
+import multiprocessing
 import os
 import platform
+import signal
 import sys
+import threading
 import time
 import uuid
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -516,6 +521,30 @@ def first_on_rank_0(make):
     """make() on rank 0, then on the others, who find what it left on disk."""
     made = on_rank_0(make)
     return make() if made is None else made
+
+
+def start_worker(parent, prepare, *args):
+    """Make a process of worker_pool's ready: interrupts are its parent's matter, and it does not outlive it."""
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
+    prepare(*args)
+
+
+@contextlib.contextmanager
+def worker_pool(start_method, prepare, *args):
+    """A ProcessPoolExecutor with a process a core, each of which has called prepare(*args). Raises UserError where one is ended."""
+    pool = ProcessPoolExecutor(cpu_count(), multiprocessing.get_context(start_method), start_worker, (os.getpid(), prepare, *args))
+    try:
+        yield pool
+    except BrokenProcessPool:
+        raise UserError("a worker process was ended (out of memory?); the same command goes on") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def data_parallel(model, device):

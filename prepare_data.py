@@ -18,23 +18,17 @@ import contextlib
 import gzip
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
 import sysconfig
-import threading
-import time
 import urllib.error
 import urllib.request
 import warnings
 import zipfile
 import zlib
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -46,7 +40,7 @@ import torch
 from tqdm import tqdm
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from budget import bits_per_byte, cpu_count
+from budget import bits_per_byte, cpu_count, worker_pool
 from model import GPT2_VOCAB, GPTConfig, Parser, UserError, check_runs, command, locked, positive, save_results, written_whole
 
 HERE = Path(".")
@@ -485,13 +479,17 @@ def fetch_novel():
     return raw
 
 
-def stdlib_documents():
-    """The source files of the Python standard library, sorted by path: a text that every machine has."""
+def stdlib_parts():
+    """(name, unit, training documents, validation documents) of the Python standard library: a text that every machine
+    has. Its source files in order of path, every tenth held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(p.relative_to(root) for p in root.rglob("*.py"))
     texts = [(root / p).read_text(encoding="utf-8", errors="replace")
              for p in paths if not STDLIB_SKIPPED.intersection(p.parts)]
-    return [text for text in texts if text.strip()]
+    documents = [text for text in texts if text.strip()]
+    val = documents[VALIDATION_SHARE - 1::VALIDATION_SHARE]
+    del documents[VALIDATION_SHARE - 1::VALIDATION_SHARE]
+    return f"Python {sys.version_info.major}.{sys.version_info.minor} standard library", "files", documents, val
 
 
 def prepare_default(**options):
@@ -504,11 +502,7 @@ def prepare_default(**options):
         except (OSError, ValueError, HTTPException) as error:       # no network, a malformed proxy, an answer cut short or no HTTP
             print(f"it cannot be reached ({getattr(error, 'reason', None) or error}): using Python's own source files "
                   f"instead; to use a text of yours: python prepare_data.py FILE")
-            documents = stdlib_documents()
-            val = documents[VALIDATION_SHARE - 1::VALIDATION_SHARE]
-            del documents[VALIDATION_SHARE - 1::VALIDATION_SHARE]
-            return write(f"Python {sys.version_info.major}.{sys.version_info.minor} standard library", "files",
-                         documents, val, **options)
+            return write(*stdlib_parts(), **options)
         with written_whole(NOVEL_FILE) as part:
             part.write_bytes(novel)
     return prepare_files([NOVEL_FILE], **options)
@@ -561,8 +555,8 @@ def write(name, unit, train, val, kind="auto", vocab_size=VOCAB_SIZE, out=HERE, 
     return stored
 
 
-def prepare_files(paths, encoding="utf-8", **options):
-    """Make tokens.pt and tokenizer.json from text files; options as write's; returns what tokens.pt holds."""
+def file_parts(paths, encoding="utf-8"):
+    """(name, unit, training documents, validation documents) of text files. Raises UserError where they are one document."""
     texts = [read_text(path, encoding) for path in paths]
     whole = "".join(texts)
     is_novel = hashlib.sha256(whole.encode()).hexdigest() == NOVEL_SHA256
@@ -573,7 +567,21 @@ def prepare_files(paths, encoding="utf-8", **options):
     if len(documents) < 2:
         raise UserError(f"{paths[0]}: one document only, so none is left for validation; give a text with chapters or "
                         f"blank lines, or several files")
-    return write(NOVEL_NAME if is_novel else names_text(paths), unit, *split_last_tenth(documents), **options)
+    return NOVEL_NAME if is_novel else names_text(paths), unit, *split_last_tenth(documents)
+
+
+def prepare_files(paths, encoding="utf-8", **options):
+    """Make tokens.pt and tokenizer.json from text files; options as write's; returns what tokens.pt holds."""
+    return write(*file_parts(paths, encoding), **options)
+
+
+def byte_corpus(paths=()):
+    """Text files as a Corpus of their UTF-8 bytes, or, without any, the standard library: a vocabulary of 256, so that a
+    loss is exact in bits a byte."""
+    name, _, *parts = file_parts(paths) if paths else stdlib_parts()
+    ids = [np.frombuffer("\n".join(documents).encode(), dtype=np.uint8) for documents in parts]
+    train, val = (Tokens([array], BYTE_ALPHABET, f"{name}: its {split} part") for array, split in zip(ids, ("train", "val")))
+    return Corpus(f"{name}, as bytes", train, val, BYTE_ALPHABET, {"train": 1.0, "val": 1.0})
 
 
 # --- any amount of text to shards -----------------------------------------------------------------------------------
@@ -718,16 +726,9 @@ class Shard:
         os.replace(self.file.name, self.path)
 
 
-def start_worker(encoding, parent):
-    """Make a process ready for tokenize_batch: interrupts are its parent's matter, and it does not outlive it."""
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.1)
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=watch, daemon=True).start()
-    start_worker.encoding = encoding
+def take_encoding(encoding):
+    """Keep the encoding for tokenize_batch in this process."""
+    tokenize_batch.encoding = encoding
 
 
 def shard_kind(n_vocab):
@@ -737,7 +738,7 @@ def shard_kind(n_vocab):
 
 def tokenize_batch(documents):
     """What a process does with a list of (text, ends, held out): by split, its ids, bytes and finished documents."""
-    encoding, found = start_worker.encoding, {}
+    encoding, found = tokenize_batch.encoding, {}
     dtype = SHARD_KINDS[shard_kind(encoding.n_vocab)][1]
     for split, wanted in (("train", False), ("val", True)):
         mine = [(text, ends) for text, ends, held_out in documents if held_out == wanted]
@@ -774,21 +775,15 @@ def tokenized(encoding, batches):
     In processes, not threads: tiktoken's threads disturb each other, from not at all to half their speed, by chance.
     """
     pending = deque()
-    # Linux's copies of this process start at once; start_worker's watch needs it to be their parent, so no fork server.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(cpu_count(), mp_context=context, initializer=start_worker, initargs=(encoding, os.getpid())) as pool:
-        try:
-            for batch, place in batches:
-                pending.append((pool.submit(tokenize_batch, batch), place))
-                if len(pending) > 2 * cpu_count():
-                    future, after = pending.popleft()
-                    yield future.result(), after
-            for future, after in pending:
+    # Linux's copies of this process start at once; they have to see it as their parent, so no fork server.
+    with worker_pool("fork" if sys.platform == "linux" else "spawn", take_encoding, encoding) as pool:
+        for batch, place in batches:
+            pending.append((pool.submit(tokenize_batch, batch), place))
+            if len(pending) > 2 * cpu_count():
+                future, after = pending.popleft()
                 yield future.result(), after
-        except BrokenProcessPool:
-            raise UserError("a process that tokenizes was ended (out of memory?); the same command goes on") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for future, after in pending:
+            yield future.result(), after
 
 
 def write_shards(paths, name, out, encoding="utf-8", field="text", val_share=0.01, shard_tokens=SHARD_TOKENS, force=False):

@@ -18,14 +18,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from budget import cpu_count, machine
-from prepare_data import stdlib_documents, tiktoken_encoding, write_shards
+from prepare_data import stdlib_parts, tiktoken_encoding, write_shards
 
 ROUNDS = 3
 
 
 def corpus(megabytes):
     """A list of so many MB of documents of some thousand characters."""
-    text, documents, size = "".join(stdlib_documents()), [], 0
+    text, documents, size = "".join(stdlib_parts()[2]), [], 0
     while size < megabytes * 1e6:
         start = 7919 * len(documents) % (len(text) - 9000)
         documents.append(text[start:start + 1000 + 613 * len(documents) % 5000])

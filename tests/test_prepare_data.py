@@ -156,7 +156,8 @@ def test_without_network_pythons_own_sources(capsys):
 
 
 def test_a_script_that_finds_no_tokens_makes_the_default_ones(capsys, monkeypatch):
-    monkeypatch.setattr(prepare_data, "stdlib_documents", lambda: [english_text(10, seed=i) for i in range(12)])
+    parts = [english_text(10, seed=i) for i in range(11)], [english_text(10, seed=11)]
+    monkeypatch.setattr(prepare_data, "stdlib_parts", lambda: ("the standard library", "files", *parts))
     corpus = load_corpus()
     assert "making the default one" in capsys.readouterr().out and "standard library" in str(corpus)
 
