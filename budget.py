@@ -52,6 +52,8 @@ PADDED_GPT2_VOCAB = 50_304              # GPT-2's 50,257 tokens, padded to a mul
 # The report's run: its two cards, what it measured on each, its batch, data, power, and the largest of its small runs.
 REPORT_GPU, REPORT_GPUS, REPORT_TFLOPS = "rtx-pro-6000-max-q", 2, 188
 REPORT_OPTIMA, REPORT_ALPHA, REPORT_BETA = ((1e17, 33e6), (3e17, 62e6), (1e18, 116e6)), 0.75, 0.82      # (FLOPs, best N) of them
+REPORT_E, REPORT_SHORTEST = 0.823, (457.6e6, 0.65e9, 0.917)             # bits a byte: the law's floor; (N, D, what the law predicted there)
+REPORT_TOLD = "the report forecast 0.854, with a 90% interval of [0.832, 0.868], and observed 0.7914"
 REPORT_TOKENS, REPORT_TOKENS_A_STEP, REPORT_SEQ_LEN, REPORT_MICRO_BATCH, REPORT_SWEEP = 6e9, 524_288, 2048, 16, 1e18
 
 
@@ -292,6 +294,17 @@ def tokens_at(flops, n_params):
         depth = (low + high) / 2
         low, high = (depth, high) if 12 * 64 ** 2 * depth ** 3 + PADDED_GPT2_VOCAB * 64 * depth < n_params else (low, depth)
     return flops / (6 * n_params + 12 * depth * REPORT_SEQ_LEN * 64 * depth)
+
+
+def report_law(n_params, tokens):
+    """The report's law L(N, D) in bits a byte. It prints E, alpha and beta; A and B follow from two more of its figures:
+    alpha A/N^alpha = beta B/D^beta at the optimum of its largest budget, and the loss that the law predicted at REPORT_SHORTEST."""
+    (flops, n), (large, shortest, predicted) = REPORT_OPTIMA[-1], REPORT_SHORTEST
+    d = tokens_at(flops, n)
+
+    def terms(N, D):                    # in units of A/n^alpha
+        return (n / N) ** REPORT_ALPHA + REPORT_ALPHA / REPORT_BETA * (d / D) ** REPORT_BETA
+    return REPORT_E + (predicted - REPORT_E) * terms(n_params, tokens) / terms(large, shortest)
 
 
 def sweep_text():
@@ -632,7 +645,9 @@ def print_depths(args, gpu, peak):
         run = Run(f"depth {row['layers']}", row["total"], gpus, row["width"], row["layers"], REPORT_SEQ_LEN, REPORT_MICRO_BATCH, row["tokens"],
                   recompute=args.recompute)
         print(f"{run.name}: {fit_text(run, gpu)}; MFU {row['TFLOP/s a GPU'] * TERA / peak:.0%}")
-    print(sweep_text())
+        print(f"{run.name}: the report's law, L = {REPORT_E:g} + A/N^{REPORT_ALPHA:g} + B/D^{REPORT_BETA:g}, forecasts "
+              f"{report_law(row['N'], row['tokens']):.3f} bits a byte")
+    print(f"{sweep_text()}; {REPORT_TOLD}")
     return rows
 
 
