@@ -74,7 +74,6 @@ def test_the_reports_forecast_follows_from_its_law(capsys):
     out = capsys.readouterr().out
     assert "forecasts 0.854 bits a byte" in out and "[0.832, 0.868]" in out and "observed 0.7914" in out
     assert budget.report_law(457.6e6, 6e9) == pytest.approx(0.854, abs=5e-4)
-    assert budget.report_law(457.6e6, 5.24e9) - 0.060 == pytest.approx(0.796, abs=1e-3)        # its longest branch, "about 0.060" above what was seen
     for flops, n in budget.REPORT_OPTIMA[-1:]:          # the optimum of its largest budget is the law's
         losses = [budget.report_law(n * share, budget.tokens_at(flops, n) / share) for share in (0.98, 1, 1.02)]
         assert losses[1] < min(losses[0], losses[2])
