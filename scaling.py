@@ -14,7 +14,6 @@ Tables go to standard output, numbers to runs/scaling-<experiment>.json, curves 
 runs are remembered in runs/scaling-runs/, so that an interrupted sweep goes on and a repeated one is free.
 """
 import argparse
-import contextlib
 import copy
 import csv
 import datetime
@@ -536,12 +535,14 @@ class Lab:
                 for i in range(0, VAL_WINDOWS, at_once)]
 
     def continued(self, experiment, model, optimizers, first=0, last=None, label="", norms=None):
-        """Train on, from step first to last; returns the loss in nats a token on the validation windows. norms, a list, is
-        given six of (step, the norm of the block matrices together, that of the step's update relative to it)."""
+        """Train on, from step first to last; returns the loss in nats a token on the validation windows. norms, a list, is given
+        the norm of the block matrices together at the start and at each sixth, (step, norm, the step's update relative to it)."""
         steps = range(first, experiment.steps if last is None else last)
         micro_batch = None if self.device.type == "cpu" else REPORT_MICRO_BATCH
         matrices, moments = model.block_matrices(), {experiment.steps * i // NORMS for i in range(1, NORMS + 1)} if norms is not None else ()
         before = {name: p.detach().clone() for name, p in matrices.items()}
+        if moments:
+            norms.append((first, math.hypot(*(p.norm().item() for p in before.values())), None))
         for done, _ in training(model, optimizers, self.batches(experiment), experiment.share, steps, label, micro_batch):
             if done in moments:
                 sizes = matrix_sizes(model, before).values()
@@ -689,17 +690,16 @@ def leave_curves(name, corpus, steps, rows):
     """The rows in runs/, and their validation losses against steps, one line a row."""
     save_results(f"scaling-{name}", {"corpus": corpus.name, "steps": steps, "rows": rows})
     several_rates = len({row["lr"] for row in rows}) > 1
-    with picture(name, corpus.name, xlabel="steps", ylabel="validation loss (nats a token)") as axes:
-        for row in rows:
-            axes.plot(row["steps"], row["val_loss"], "o-", label=f"{row['params'] / 1e6:.2f}M" + f", lr {row['lr']:g}" * several_rates)
+    picture(name, corpus.name, [(row["steps"], row["val_loss"], "o-", f"{row['params'] / 1e6:.2f}M" + f", lr {row['lr']:g}" * several_rates)
+                                for row in rows], xlabel="steps", ylabel="validation loss (nats a token)")
 
 
-@contextlib.contextmanager
-def picture(name, title, **labels):
-    """model.plot into runs/scaling-<name>.png, which is said."""
+def picture(name, title, curves, **labels):
+    """Draw curves, each (x, y, matplotlib's format, label or None), into runs/scaling-<name>.png."""
     path = RUNS / f"scaling-{name}.png"
     with plot(path, title, **labels) as axes:
-        yield axes
+        for x, y, style, label in curves:
+            axes.plot(x, y, style, label=label)
     print(f"curves: {path}")
 
 
@@ -748,15 +748,14 @@ def isoflop(args):
               f"the report: C^0.52 and C^0.48, 11.5, 9.9 and 9.5 tokens a parameter")
     say_warnings(warnings)
     save_results("scaling-isoflop", {"name": name, "runs": rows, "optima": optima, **powers, "warnings": warnings})
-    with picture("isoflop", name, xlabel="N, parameters", ylabel="loss", xscale="log") as axes:
-        for budget, best in zip(budgets, optima):
-            budget = budget[np.argsort(budget.N)]
-            line = axes.plot(budget.N, budget.loss, "o", label=f"{best['C']:.1e} FLOPs")[0]
-            if best["N"]:
-                x = np.linspace(np.log(budget.N[0]), np.log(budget.N[-1]), 100)
-                axes.plot(np.exp(x), np.polyval(np.polyfit(np.log(budget.N), budget.loss, 2), x), color=line.get_color())
-            if best["valid"]:
-                axes.plot(best["N"], best["loss"], "*", color="black", markersize=12)
+    curves = []
+    for i, (budget, best) in enumerate(zip(budgets, optima)):
+        curves.append((budget.N, budget.loss, f"C{i}o", f"{best['C']:.1e} FLOPs"))
+        if best["valid"]:
+            x = np.log(np.geomspace(budget.N.min(), budget.N.max(), 100))
+            curves.append((np.exp(x), np.polyval(np.polyfit(np.log(budget.N), budget.loss, 2), x), f"C{i}-", None))
+            curves.append(([best["N"]], [best["loss"]], "k*", None))
+    picture("isoflop", name, curves, xlabel="N, parameters", ylabel="loss", xscale="log")
 
 
 def say_warnings(warnings):
@@ -804,11 +803,15 @@ def fit(args):
         results["forecast"] = held_out(runs, args.forecast_above)
     say_warnings(found.warnings)
     save_results("scaling-fit", {**results, "warnings": found.warnings})
-    with picture("fit", printable(str(args.file)), xlabel="C, FLOPs", ylabel="loss", xscale="log") as axes:
-        axes.scatter(runs.C, runs.loss, s=8, label="runs")
-        C = np.geomspace(runs.C.min(), runs.C.max(), 100)
-        N = found.law.best_n(C)
-        axes.plot(C, found.law.loss(N, C / 6 / N), color="black", label="the law at its best N, C = 6ND")
+    picture("fit", printable(str(args.file)), [(runs.C, runs.loss, ".", "runs"), frontier(found.law, runs.C.min(), runs.C.max())],
+            xlabel="C, FLOPs", ylabel="loss", xscale="log")
+
+
+def frontier(law, lowest, highest):
+    """A curve of the law's loss at its best N for each C = 6ND."""
+    C = np.geomspace(lowest, highest, 100)
+    N = law.best_n(C)
+    return C, law.loss(N, C / 6 / N), "k-", "the law at its best N"
 
 
 def held_out(runs, above):
@@ -823,7 +826,7 @@ def held_out(runs, above):
     print(f"forecast of the {len(dear)} rows above {above:g} FLOPs, up to {10 ** told['decades'].max():.1f} times the largest fitted, from the {len(cheap)} "
           f"others: median error {np.median(told['point'] - dear.loss):+.4f}\n  the bootstrap's {NOMINAL:.0%} interval covers {covered['plain']:.0%} of them "
           f"(median width {widths['plain']:.4f}), ours {covered['interval']:.0%} (median width {widths['interval']:.4f}: noise {told['noise']:.2%}, "
-          f"form {told['drift']:.2%} a decade by {told['cuts']} forecasts within the fitted rows)")
+          f"form {told['drift']:.2%} a decade by {told['cuts']} forecast{'s' * (told['cuts'] != 1)} within the fitted rows, and {PRIOR_DRIFT:.0%} known of other tables)")
     return {"rows": len(dear), "nominal": NOMINAL, "coverage": float(covered["interval"]), "width": float(widths["interval"]),
             "plain_coverage": float(covered["plain"]), "plain_width": float(widths["plain"])}
 
@@ -832,7 +835,7 @@ def in_bits(lab, rows):
     """(rows with their losses in bits a byte, the unit's name): where the corpus does not tell its bytes, as they are."""
     if lab.corpus.bytes_per_token is None:
         return rows, "nats a token"
-    return [{**row, "loss": lab.corpus.bits_per_byte(row["loss"])} for row in rows], "bits a byte"
+    return [{**row, "loss": None if row["loss"] is None else lab.corpus.bits_per_byte(row["loss"])} for row in rows], "bits a byte"
 
 
 def forecast(args):
@@ -862,19 +865,25 @@ def forecast(args):
           f"layers), {size_text(experiment.D)} tokens, {experiment.C:.2e} FLOPs: {experiment.C / runs.C.max():.1f} times the largest run's\n"
           f"{'predicted':>36s}  {point:.4f} {unit}\n{'90% interval of the bootstrap':>36s}  [{plain[0]:.4f}, {plain[1]:.4f}]\n"
           f"{'with noise and the error of the form':>36s}  [{interval[0]:.4f}, {interval[1]:.4f}]: noise {told['noise']:.2%}, form {told['drift']:.2%} a decade "
-          f"by {told['cuts']} forecast{'s' if told['cuts'] > 1 else ''} within the sweep", flush=True)
-    if not args.run:
+          f"({told['cuts']} forecast{'s' * (told['cuts'] != 1)} within the sweep, and {PRIOR_DRIFT:.0%} known of other tables)", flush=True)
+    observed = None
+    if args.run:
+        row = lab.row(experiment, f"d {experiment.config.d_model}, {experiment.config.n_layer} layers")
+        if row["loss"] is None:
+            raise UserError("the run that was forecast has diverged: its loss is not finite")
+        observed = in_bits(lab, [row])[0][0]["loss"]
+        held = {name: low <= observed <= high for name, (low, high) in (("plain", plain), ("interval", interval))}
+        print(f"{'observed':>36s}  {observed:.4f}, {observed - point:+.4f} from the forecast ({row['seconds'] / 60:.1f} minutes); the bootstrap's interval "
+              f"{'held' if held['plain'] else 'failed'}, ours {'held' if held['interval'] else 'failed'}; the fitted floor is {found.law.E:.4f}\n"
+              f"the report: predicted 0.854 [0.832, 0.868], observed 0.7914, below its fitted floor of 0.823 bits a byte")
+        save_results("scaling-forecast", {"date": date, **written, "observed": observed, "seconds": row["seconds"], "held": held})
+    else:
         print("to train it: python scaling.py forecast --run")
-        return
-    row = lab.row(experiment, f"d {experiment.config.d_model}, {experiment.config.n_layer} layers")
-    if row["loss"] is None:
-        raise UserError("the run that was forecast has diverged: its loss is not finite")
-    observed = in_bits(lab, [row])[0][0]["loss"]
-    held = {name: low <= observed <= high for name, (low, high) in (("plain", plain), ("interval", interval))}
-    print(f"{'observed':>36s}  {observed:.4f}, {observed - point:+.4f} from the forecast ({row['seconds'] / 60:.1f} minutes); the bootstrap's interval "
-          f"{'held' if held['plain'] else 'failed'}, ours {'held' if held['interval'] else 'failed'}; the fitted floor is {found.law.E:.4f}\n"
-          f"the report: predicted 0.854 [0.832, 0.868], observed 0.7914, below its fitted floor of 0.823 bits a byte")
-    save_results("scaling-forecast", {"date": date, **written, "observed": observed, "seconds": row["seconds"], "held": held})
+    there = experiment.C
+    picture("forecast", lab.corpus.name, [
+        (runs.C, runs.loss, "C0.", "the sweep"), frontier(found.law, runs.C.min(), there), ([there] * 2, interval, "C1_-", "with noise and the form's error"),
+        ([there] * 2, plain, "C3_-", "the bootstrap's 90%")] + [([there], [observed], "k*", "observed")] * (observed is not None),
+        xlabel="C, FLOPs", ylabel=f"loss ({unit})", xscale="log")
 
 
 def written_before(forecast):
@@ -933,12 +942,11 @@ def duration(args):
     say_warnings([f"before: {w}" for w in before.warnings] + [f"after: {w}" for w in after.warnings])
     save_results("scaling-duration", {"name": lab.corpus.name, "unit": unit, "runs": longer, "before": asdict(before.law), "after": asdict(after.law),
                                       "warnings": {"before": before.warnings, "after": after.warnings}})
-    with picture("duration", lab.corpus.name, xlabel="D, tokens", ylabel=f"loss ({unit})", xscale="log") as axes:
-        D = [row["D"] for row in longer]
-        axes.plot(D, [row["loss"] for row in longer], "o-", label="decayed")
-        axes.plot(D[:len(worth)], [row["constant"] for row in longer[:len(worth)]], "o:", label="constant rate")
-        axes.plot(D, [row["predicted"] for row in longer], "--", label="the sweep's law")
-        axes.plot(D, [float(after.law.loss(row["N"], row["D"])) for row in longer], "--", label="fitted again")
+    D = [row["D"] for row in longer]
+    picture("duration", lab.corpus.name, [
+        (D, [row["loss"] for row in longer], "o-", "decayed"), (D[:len(worth)], [row["constant"] for row in longer[:len(worth)]], "o:", "constant rate"),
+        (D, [row["predicted"] for row in longer], "--", "the sweep's law"),
+        (D, [float(after.law.loss(row["N"], row["D"])) for row in longer], "--", "fitted again")], xlabel="D, tokens", ylabel=f"loss ({unit})", xscale="log")
 
 
 def swept(lab, base, optimizer, rates):
@@ -984,19 +992,22 @@ def recipe(args):
     def deviations(difference):
         return abs(difference) / (spread * 2 ** 0.5)
 
-    steps, norms, updates = zip(*[moment for moment in muon["norms"] if moment[0] <= (1 - DECAY) * args.steps])
-    growth, shrinking = power(steps, norms), power(steps, updates)
-    c = math.exp(np.mean(np.log(norms) - 0.5 * np.log(steps)))
-    print("norm of the block matrices: " + ", ".join(f"{norm:.1f} (c sqrt(t): {c * math.sqrt(step):.1f}) after {step} steps" for step, norm in zip(steps, norms))
-          + "\nrelative size of an update: " + ", ".join(f"{update:.2e}" for update in updates))
+    (_, start, _), *moments = [moment for moment in muon["norms"] if moment[0] <= (1 - DECAY) * args.steps]
+    steps, norms, updates = map(np.array, zip(*moments))
+    grown = np.sqrt(np.maximum(norms ** 2 - start ** 2, 1e-12))         # an update at right angles adds its square, whatever was there
+    growth, shrinking, c = power(steps, grown), power(steps, updates), math.exp(np.mean(np.log(grown / np.sqrt(steps))))
+    print(f"norm of the block matrices, {start:.1f} at the start: " + ", ".join(
+        f"{norm:.1f} after {step} steps (grown by {g:.1f}, c sqrt(t) {c * math.sqrt(step):.1f})" for step, norm, g in zip(steps, norms, grown))
+        + "\nsize of an update, and relative to the norm: " + ", ".join(f"{update * norm:.3f} {update:.2e}" for update, norm in zip(updates, norms)))
     better, smaller = adamw["loss"] - muon["loss"], muon["norms"][-1][1] / decayed["norms"][-1][1]
     change, worth = decayed["loss"] - muon["loss"], constant["loss"] - muon["loss"]
     unit = in_bits(lab, [])[1]
     findings = [
         f"Muon ends {better:+.4f} {unit} better than AdamW, {deviations(better):.1f} standard deviations: the report's 0.034 "
         + ("was seen here" if better > 2 * spread * 2 ** 0.5 else "was not seen here"),
-        f"without weight decay the norms grow as t^{growth:.2f} and the relative updates as t^{shrinking:.2f}: the report's square root "
-        + ("was seen here" if abs(growth - 0.5) < 0.1 and abs(shrinking + 0.5) < 0.1 else "was not seen here, or not exactly"),
+        f"without weight decay the norms grow beyond their start as t^{growth:.2f} and the relative updates shrink as t^{shrinking:.2f}: the report's square "
+        f"root was " + ("seen here" if abs(growth - 0.5) < 0.1 else "not seen here") + (
+            "" if abs(shrinking + 0.5) < 0.1 else ", in the norms; the relative updates follow once the start counts for little"),
         f"weight decay {RECIPE_DECAY:g} makes the norms {smaller:.1f} times smaller and changes the loss by {change:+.4f}, {deviations(change):.1f} standard "
         f"deviations: the report's 2.6 times without a clear difference " + ("was seen here" if smaller > 1.5 and deviations(change) < 2 else "was not seen here"),
         f"the decay of the learning rate is worth {worth:+.4f} at equal tokens, {deviations(worth):.1f} standard deviations: the report's 0.025 "
@@ -1008,13 +1019,10 @@ def recipe(args):
         "name": lab.corpus.name, "unit": unit, "steps": args.steps, "optimizers": {name: {"lr": rates, "loss": [row["loss"] for row in rows]} for name, (rates, rows, _) in tried.items()},
         "seeds": seeds, "std": spread, "norms": {"without": muon["norms"], "with_decay": decayed["norms"], "power": growth, "update_power": shrinking},
         "muon_better": better, "weight_decay": {"times_smaller": smaller, "change": change}, "decay_worth": worth, "data": data, "findings": findings})
-    with picture("recipe", lab.corpus.name, xlabel="learning rate", ylabel=f"loss ({unit})", xscale="log") as axes:
-        for name, (rates, rows, _) in tried.items():
-            axes.plot(rates, [math.nan if row["loss"] is None else row["loss"] for row in rows], "o-", label=name)
-    with picture("recipe-norms", lab.corpus.name, xlabel="steps", ylabel="norm of the block matrices") as axes:
-        for label, row in (("Muon", muon), (f"Muon, weight decay {RECIPE_DECAY:g}", decayed)):
-            axes.plot(*zip(*[moment[:2] for moment in row["norms"]]), "o-", label=label)
-        axes.plot(steps, c * np.sqrt(steps), "--", label="c sqrt(t)")
+    picture("recipe", lab.corpus.name, [(rates, [math.nan if row["loss"] is None else row["loss"] for row in rows], "o-", name)
+                                        for name, (rates, rows, _) in tried.items()], xlabel="learning rate", ylabel=f"loss ({unit})", xscale="log")
+    curves = [(*zip(*[moment[:2] for moment in row["norms"]]), "o-", label) for label, row in (("Muon", muon), (f"Muon, weight decay {RECIPE_DECAY:g}", decayed))]
+    picture("recipe-norms", lab.corpus.name, [*curves, (steps, np.sqrt(start ** 2 + c ** 2 * steps), "--", "start, and c sqrt(t) at right angles")], xlabel="steps", ylabel="norm of the block matrices")
 
 
 def default_tokens():

@@ -500,6 +500,57 @@ def test_duration_predicts_observes_and_fits_again(bytes_of_text, capsys):
     assert "the report: 0.823 to 0.63" in out
 
 
+# --- the recipe -----------------------------------------------------------------------------------------------------
+
+def test_the_recipe_says_what_was_measured(bytes_of_text, capsys, monkeypatch):
+    for name, value in {"RECIPE_SIZE": (16, 1), "RECIPE_SEEDS": 3, "RECIPE_RATES": {"adamw": (1e-3, 1e-2), "muon": (1e-2, 2e-2)}, "RECIPE_WIDEST": 3}.items():
+        monkeypatch.setattr(scaling, name, value)
+    save_tokens(vocab_size=128)
+    Path("b.txt").write_text(english_text(100, seed=3).upper())
+    main(["recipe", "--data", "tokens.pt", "--steps", "24", "--compare", "a.txt", "b.txt"])
+    out, results = capsys.readouterr().out, json.load(open("runs/scaling-recipe.json"))
+    assert len(results["seeds"]) == 3 and results["std"] == pytest.approx(np.std(results["seeds"], ddof=1))
+    best = {name: min(tried["loss"]) for name, tried in results["optimizers"].items()}
+    assert results["muon_better"] == pytest.approx(best["adamw"] - best["muon"]) and len(results["optimizers"]["adamw"]["lr"]) == 3
+    steps, norms, _ = zip(*results["norms"]["without"])
+    assert steps == (0, 4, 8, 12, 16, 20, 24) and results["weight_decay"]["times_smaller"] == pytest.approx(norms[-1] / results["norms"]["with_decay"][-1][1])
+    # Each difference in standard deviations of a difference; each verdict from the figures.
+    spread = results["std"] * math.sqrt(2)
+    for difference, line in ((results["muon_better"], 0), (results["weight_decay"]["change"], 2), (results["decay_worth"], 3)):
+        finding = results["findings"][line]
+        assert f"{difference:+.4f}" in finding and f"{abs(difference) / spread:.1f} standard" in finding and finding in out
+    for difference, line in ((results["muon_better"], 0), (results["decay_worth"], 3)):
+        assert ("was seen here" in results["findings"][line]) == (difference > 2 * spread)
+    cross = np.array(results["data"]["bits_per_byte"])
+    assert cross[0, 0] < cross[0, 1] and cross[1, 1] < cross[1, 0] and "a.txt" in out         # each does best at home
+    assert Path("runs/scaling-recipe.png").exists() and Path("runs/scaling-recipe-norms.png").exists()
+
+
+def test_a_sweep_of_rates_widens_until_its_best_is_inside(bytes_of_text, capsys):
+    here = lab()
+    loss = {0.25: 3.0, 0.5: 2.0, 1.0: 1.0, 2.0: 0.5, 4.0: 0.7, 8.0: None}
+    here.rows = lambda experiments: [{"loss": loss[e.lr]} for e in experiments]
+    rates, rows, best = scaling.swept(here, here.experiment((16, 1), D=320), "muon", (0.5, 1.0))
+    assert rates == [0.5, 1.0, 2.0, 4.0] and best == 2 and "2: " in capsys.readouterr().out
+    loss.update({2.0: None, 1.0: None, 0.5: None})
+    with pytest.raises(UserError, match="no learning rate"):
+        scaling.swept(here, here.experiment((16, 1), D=320), "muon", (0.5, 1.0))
+
+
+def test_the_norms_that_are_noted_are_the_matrices(bytes_of_text):
+    here = lab()
+    experiment = replace(here.experiment((16, 1), D=32 * 12), schedule="constant")
+    model, optimizers = experiment.models(CPU)
+    norms = []
+    here.continued(experiment, model, optimizers, norms=norms)
+    total = math.sqrt(sum(p.double().square().sum().item() for p in model.blocks.parameters()))
+    assert [step for step, *_ in norms] == [0, 2, 4, 6, 8, 10, 12] and norms[-1][1] == pytest.approx(total)
+    again, optimizers = experiment.models(CPU)
+    here.continued(experiment, again, optimizers, last=11)
+    update = math.sqrt(sum((p - q).double().square().sum().item() for p, q in zip(model.blocks.parameters(), again.blocks.parameters())))
+    assert norms[-1][2] == pytest.approx(update / total, rel=1e-4)
+
+
 # --- the public tables, where SCALING_DATA names their directory ------------------------------------------------------
 
 @pytest.fixture
