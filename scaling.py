@@ -704,20 +704,25 @@ def picture(name, title, curves, **labels):
 
 
 def sweep(args):
-    """(lab, the sweep's rows): trained or remembered, and printed."""
+    """(lab, the sweep's rows): trained or remembered, and printed; for what builds on a finished sweep, in one line."""
     lab = Lab(args.data, args.text, args.device)
     budgets = BUDGETS if args.device.type == "cpu" else REPORT_BUDGETS
     experiments = [replace(lab.experiment(size, C * args.scale), seed=seed)
                    for C, tried in budgets.items() for size in tried for seed in range(BYTE_SEEDS if args.device.type == "cpu" else 1)]
     if launched():
         lab.share_out(experiments)
-    print(f"{lab.corpus}\n{machine(args.device)}\n  budget      d  layers        N         D   tokens a parameter    steps   seed   loss (nats)   bits a byte", flush=True)
+    done = args.experiment != "isoflop" and all(map(lab.remembered, experiments))
+    say = (lambda *text, **how: None) if done else print
+    print(f"{lab.corpus}\n{machine(args.device)}")
+    if done:
+        print(f"the sweep: {len(experiments)} runs, remembered; python scaling.py isoflop prints them")
+    say("  budget      d  layers        N         D   tokens a parameter    steps   seed   loss (nats)   bits a byte", flush=True)
     rows = []
     for experiment, row in zip(experiments, lab.rows(experiments)):
         loss = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
         bits = None if row["loss"] is None else lab.corpus.bits_per_byte(row["loss"])
-        print(f"{row['C']:8.2e}  {experiment.config.d_model:5d}  {experiment.config.n_layer:6d}  {size_text(row['N']):>7s}  {size_text(row['D']):>8s}   "
-              f"{row['D'] / row['N']:18.1f}   {experiment.steps:6d}   {experiment.seed:4d}   {loss:>11s}   {bits_text(bits):>11s}", flush=True)
+        say(f"{row['C']:8.2e}  {experiment.config.d_model:5d}  {experiment.config.n_layer:6d}  {size_text(row['N']):>7s}  {size_text(row['D']):>8s}   "
+            f"{row['D'] / row['N']:18.1f}   {experiment.steps:6d}   {experiment.seed:4d}   {loss:>11s}   {bits_text(bits):>11s}", flush=True)
         if row["loss"] is not None:
             rows.append({name: row[name] for name in ("C", "N", "D", "loss", "seconds")})
     return lab, rows
@@ -803,15 +808,10 @@ def fit(args):
         results["forecast"] = held_out(runs, args.forecast_above)
     say_warnings(found.warnings)
     save_results("scaling-fit", {**results, "warnings": found.warnings})
-    picture("fit", printable(str(args.file)), [(runs.C, runs.loss, ".", "runs"), frontier(found.law, runs.C.min(), runs.C.max())],
+    C = np.geomspace(runs.C.min(), runs.C.max(), 100)
+    N = found.law.best_n(C)
+    picture("fit", printable(str(args.file)), [(runs.C, runs.loss, ".", "runs"), (C, found.law.loss(N, C / 6 / N), "k-", "the law at its best N, C = 6ND")],
             xlabel="C, FLOPs", ylabel="loss", xscale="log")
-
-
-def frontier(law, lowest, highest):
-    """A curve of the law's loss at its best N for each C = 6ND."""
-    C = np.geomspace(lowest, highest, 100)
-    N = law.best_n(C)
-    return C, law.loss(N, C / 6 / N), "k-", "the law at its best N"
 
 
 def held_out(runs, above):
@@ -879,9 +879,10 @@ def forecast(args):
         save_results("scaling-forecast", {"date": date, **written, "observed": observed, "seconds": row["seconds"], "held": held})
     else:
         print("to train it: python scaling.py forecast --run")
-    there = experiment.C
+    there, costs = experiment.C, np.geomspace(runs.C.min(), experiment.C, 100)
+    best = np.min([found.law.loss(N, costs / flops) for N, flops in (counted(e.config) for e in tried)], axis=0)
     picture("forecast", lab.corpus.name, [
-        (runs.C, runs.loss, "C0.", "the sweep"), frontier(found.law, runs.C.min(), there), ([there] * 2, interval, "C1_-", "with noise and the form's error"),
+        (runs.C, runs.loss, "C0.", "the sweep"), (costs, best, "k-", "the law at its best size"), ([there] * 2, interval, "C1_-", "with noise and the form's error"),
         ([there] * 2, plain, "C3_-", "the bootstrap's 90%")] + [([there], [observed], "k*", "observed")] * (observed is not None),
         xlabel="C, FLOPs", ylabel=f"loss ({unit})", xscale="log")
 
