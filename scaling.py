@@ -14,6 +14,7 @@ Tables go to standard output, numbers to runs/scaling-<experiment>.json, curves 
 runs are remembered in runs/scaling-runs/, so that an interrupted sweep goes on and a repeated one is free.
 """
 import argparse
+import contextlib
 import copy
 import csv
 import datetime
@@ -284,6 +285,18 @@ def derivatives(theta, rows, weight):
     return value, (slope[..., None] * jacobian).sum(-2), hessian
 
 
+@contextlib.contextmanager
+def one_thread():
+    """Small matrices gain nothing from threads, which stand in each other's way on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def polish(theta, rows, weight):
     """Minimise misfit from each of theta (starts, 5), all at once: (theta, misfit). Newton's steps with the Hessian's
     eigenvalues made positive, damped where they do not help, within LOWEST and HIGHEST."""
@@ -981,6 +994,8 @@ def recipe(args):
     base = Experiment(lab.config(RECIPE_SIZE), args.steps, lab.batch)
     print(f"{lab.corpus}\n{machine(args.device)}\n{size_text(GPT(base.config).num_params())} parameters, {args.steps} steps of "
           f"{base.batch * lab.seq_len:,} tokens; losses in {in_bits(lab, [])[1]}")
+    for _ in lab.rows([replace(base, optimizer=optimizer, lr=rate) for optimizer, rates in RECIPE_RATES.items() for rate in rates]):
+        pass                            # all at once, so that no core waits between the two sweeps
     tried = {optimizer: swept(lab, base, optimizer, rates) for optimizer, rates in RECIPE_RATES.items()}
     adamw, muon = (rows[best] for _, rows, best in tried.values())
     chosen = replace(base, lr=tried["muon"][0][tried["muon"][2]])
