@@ -536,11 +536,11 @@ def first_on_rank_0(make):
     return make() if made is None else made
 
 
-def start_worker(parent, prepare, *args):
-    """Make a process of worker_pool's ready: interrupts are its parent's matter, and it does not outlive it."""
+def start_worker(parent, stop, prepare, *args):
+    """Make a process of worker_pool's ready: interrupts are its parent's matter, and it outlives neither it nor the pool."""
     def watch():
-        while os.getppid() == parent:
-            time.sleep(0.1)
+        while os.getppid() == parent and not stop.wait(0.1):
+            pass
         os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -550,12 +550,18 @@ def start_worker(parent, prepare, *args):
 
 @contextlib.contextmanager
 def worker_pool(start_method, prepare, *args):
-    """A ProcessPoolExecutor with a process a core, each of which has called prepare(*args). Raises UserError where one is ended."""
-    pool = ProcessPoolExecutor(cpu_count(), multiprocessing.get_context(start_method), start_worker, (os.getpid(), prepare, *args))
+    """A ProcessPoolExecutor with a process a core, each of which has called prepare(*args). What ends it early, an interrupt
+    say, ends its processes at once. Raises UserError where one of them is ended."""
+    context = multiprocessing.get_context(start_method)
+    stop = context.Event()
+    pool = ProcessPoolExecutor(cpu_count(), context, start_worker, (os.getpid(), stop, prepare, *args))
     try:
         yield pool
     except BrokenProcessPool:
         raise UserError("a worker process was ended (out of memory?); the same command goes on") from None
+    except BaseException:
+        stop.set()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

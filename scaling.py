@@ -107,7 +107,7 @@ def training(model, optimizers, batch, share, steps, label, micro_batch=None):
     """Train through steps, a range: batch(step) gives inputs and targets, share(step) the share of the peak learning
     rates. After each step yields (steps done, its loss in nats a token, a tensor)."""
     device = next(model.parameters()).device
-    for step in tqdm(steps, desc=label, disable=None if label else True, leave=False):
+    for step in tqdm(steps, desc=label, disable=None, leave=False) if label else steps:      # in a worker tqdm's lock would be left behind
         set_learning_rate(optimizers, share(step))
         x, y = (t.to(device) for t in batch(step))
         model.zero_grad(set_to_none=True)

@@ -5,8 +5,10 @@ import hashlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -452,6 +454,18 @@ def test_worker_processes_and_ranks_train_the_same_runs(monkeypatch):
     torch.set_num_threads(1)
     assert [row["loss"] for row in lab().rows(experiments)] == pooled
     torch.set_num_threads(threads)
+
+
+def test_an_interrupt_ends_a_sweep_at_once_and_it_goes_on():
+    Path("a.txt").write_text(english_text(200))
+    script = subprocess.Popen([sys.executable, str(ROOT / "scaling.py"), "isoflop", "--text", "a.txt"], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not list(Path("runs/scaling-runs").glob("*.json")) and script.poll() is None:
+        time.sleep(0.1)
+    os.killpg(script.pid, signal.SIGINT)                # as a terminal does, to the workers too
+    start = time.monotonic()
+    assert script.wait(timeout=60) == 130 and time.monotonic() - start < 10 and script.stderr.read().strip().endswith("interrupted")
+    whole = [json.loads(path.read_text()) for path in Path("runs/scaling-runs").iterdir()]
+    assert whole and all(row["loss"] > 0 for row in whole)
 
 
 def test_ranks_share_out_the_runs(bytes_of_text, monkeypatch):
