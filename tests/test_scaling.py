@@ -407,6 +407,29 @@ def test_experiments_cost_what_the_report_counts(bytes_of_text):
     assert lab().experiment((32, 1), D=6400).D == 6400
 
 
+def test_on_a_gpu_the_sweep_is_the_reports():
+    """Fourteen runs, 16M to 180M, and at each budget its optimum, 33M, 62M and 116M, lies inside the sizes tried."""
+    save_tokens(vocab_size=50_257, n_train=5000, n_val=5000)
+    here = Lab(Path("tokens.pt"), None, torch.device("cuda"))
+    sizes = {C: [scaling.counted(here.config(depth))[0] for depth in depths] for C, depths in scaling.REPORT_BUDGETS.items()}
+    assert sum(map(len, sizes.values())) == 14 and {f"{n / 1e6:.0f}M" for n in map(lambda f: f(sum(sizes.values(), [])), (min, max))} == {"16M", "180M"}
+    for (C, tried), best in zip(sizes.items(), (33e6, 62e6, 116e6), strict=True):
+        assert min(tried) < best < max(tried)
+        e = here.experiment(scaling.REPORT_BUDGETS[C][0], C=C)
+        assert abs(e.C / C - 1) < 1e-3 and e.config.seq_len == 2048 and e.config.padded_vocab == 50_304 and e.batch % scaling.REPORT_MICRO_BATCH == 0
+
+
+def test_micro_batches_are_the_batch(bytes_of_text):
+    """What a GPU takes in parts is the step that a CPU takes whole."""
+    here = lab()
+    experiment = replace(here.experiment((16, 1), D=320), batch=6, steps=3)
+    losses = []
+    for micro_batch in (None, 2, 4):
+        model, optimizers = experiment.models(CPU)
+        losses.append([loss.item() for _, loss in scaling.training(model, optimizers, here.batches(experiment), experiment.share, range(3), "", micro_batch)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_a_sweep_is_remembered_and_goes_on(bytes_of_text, capsys, monkeypatch):
     experiments = [lab().experiment(size, C=2e8) for size in ((16, 1), (32, 1))]
     first = [row["loss"] for row in lab().rows(experiments)]
