@@ -370,7 +370,7 @@ def read_text(path, encoding="utf-8"):
         text.encode()                   # utf-7 and utf-16 can decode to halves of characters, which no tokenizer takes
     except UnicodeError as error:
         raise UserError(f"{path}: not {encoding} text ({error.reason if hasattr(error, 'reason') else error}); "
-                        f"name its encoding, e.g. --encoding gb18030") from None
+                        f"convert it, or name its encoding to prepare_data.py, e.g. --encoding gb18030") from None
     if not text.strip():
         raise UserError(f"{path}: empty")
     if "\0" in text:

@@ -51,10 +51,11 @@ LR_SIZES, LR_SWEEP = ((128, 4), (192, 4)), (1e-3, 3e-3, 1e-2)
 DELTA = 1e-3                            # of the Huber loss, on residuals of log loss
 POLISHED, ITERATIONS = 24, 300          # of the grid's starts; Newton's steps at most
 LOWEST, HIGHEST = (-30.0, 0.0, -30.0, 0.0, -30.0), (10.0,) * 5          # of a, alpha, b, beta, e about the data's centre
-LEAST_ROWS, LEAST_DISTINCT = 6, 3
+LEAST_ROWS, MOST_ROWS, LEAST_DISTINCT = 6, 100_000, 3
 MAX_CONDITION = 10.0                    # of log N and log D, each scaled to unit length
 OUTLIER = 6.0                           # robust standard deviations
 BOOTSTRAP = 4000
+AT_ONCE = 120_000                       # rows of all fits that are made at once
 # The forecast's interval: 90% of a normal distribution; of Student's t, by its degrees of freedom from 1.
 NOMINAL, NORMAL_95, STUDENT_95 = 0.9, 1.645, (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 CUTS, FIRST_CUT, BACKTEST_BOOTSTRAP = 8, 0.4, 100
@@ -72,7 +73,7 @@ BUDGETS = {1e11: LADDER[:6], 4e11: LADDER[2:8], 1.6e12: LADDER[4:10]}
 REPORT_BUDGETS = {1e17: range(4, 8), 3e17: range(5, 11), 1e18: range(8, 15, 2)}
 REPORT_SEQUENCES, REPORT_MICRO_BATCH = 64, 16
 MUON_LR, WARMUP_STEPS, DECAY = 0.02, 1, 0.2
-VAL_WINDOWS, NORMS = 1024, 6            # block matrices' norms are noted at each sixth of a run
+LEAST_STEPS, VAL_WINDOWS, NORMS = 10, 1024, 6             # block matrices' norms are noted at each sixth of a run
 DURATION_SIZE, DURATIONS = (64, 3), (0.6e6, 1.2e6, 2.4e6, 4.8e6, 9.6e6)
 # The recipe: 1.8M parameters of the report's family at 8192 tokens; each optimizer's rates, widened where the best is at an edge.
 RECIPE_SIZE, RECIPE_STEPS, RECIPE_SEEDS, RECIPE_DECAY = (96, 2), 300, 4, 0.5
@@ -185,6 +186,11 @@ class Fit:
     agree: int                          # of the polished starts, those that came to this optimum
     warnings: list = field(default_factory=list)
 
+    @property
+    def n_exponent(self):
+        """The law's, or None where one of its terms is not identified."""
+        return None if lost_terms(self.theta) else self.law.n_exponent
+
 
 def read_runs(path, columns=("N", "D", "loss"), where=None):
     """A .csv table of runs; where, "column=value", keeps some of its rows. C is the column of that name, else 6ND.
@@ -192,18 +198,21 @@ def read_runs(path, columns=("N", "D", "loss"), where=None):
     try:
         with open(regular_file(path), newline="", encoding="utf-8-sig") as f:
             reader = csv.DictReader(f)
-            lines, names = list(reader), reader.fieldnames or []
+            reader.fieldnames = names = [name.strip() for name in reader.fieldnames or []]
+            lines = list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a .csv table ({error})") from None
     key, _, wanted = (where or "").partition("=")
     for name in (*columns, *([key] if where else [])):
         if name not in names:
-            raise UserError(f"{path}: no column {name!r} among {', '.join(map(str, names))[:200] or 'none'}; name the three with --columns N,D,loss")
+            raise UserError(f"{path}: no column {name!r} among {printable(', '.join(names))[:200] or 'none'}; name the three with --columns N,D,loss")
     chosen = [(number, row) for number, row in enumerate(lines, 1) if not where or same_value(row[key], wanted)]
     if not chosen:
         raise UserError(f"{path}: no rows{f' with {where}' if where else ''}")
     rows = []
     for number, row in chosen:
+        if None in row:                 # csv's key for what no column names
+            raise UserError(f"{path}: row {number} has more cells than the header; write numbers without commas in them")
         N, D, loss = (number_in(row, name, number, path) for name in columns)
         rows.append({"N": N, "D": D, "loss": loss, "C": number_in(row, "C", number, path) if "C" in names else 6.0 * N * D, "row": number})
     return table(rows)
@@ -223,7 +232,7 @@ def number_in(row, name, number, path):
         value = float(row[name])
     except (TypeError, ValueError):
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
+    if not sys.float_info.min <= value < math.inf:
         raise UserError(f"{path}: row {number}: {name} is {str(row[name])[:40]!r}, and has to be a positive finite number; mend it or leave the row out")
     return value
 
@@ -238,8 +247,9 @@ def condition(runs):
 
 def check_design(runs):
     """Raise UserError where the rows cannot tell the law's five parameters apart."""
-    if len(runs) < LEAST_ROWS:
-        raise UserError(f"{len(runs)} rows, and a law of five parameters needs {LEAST_ROWS} or more: train more sizes and budgets")
+    if not LEAST_ROWS <= len(runs) <= MOST_ROWS:
+        raise UserError(f"{len(runs)} rows, and a law of five parameters needs {LEAST_ROWS} or more, and {MOST_ROWS:,} at most: train more sizes "
+                        f"and budgets, or choose among the rows")
     for name in ("N", "D"):
         if (distinct := len(np.unique(getattr(runs, name)))) < LEAST_DISTINCT:
             raise UserError(f"{distinct} distinct {name}, and an exponent needs {LEAST_DISTINCT} or more: vary {name}")
@@ -356,13 +366,19 @@ def fit_law(runs, polished=POLISHED):
     check_design(runs)
     centre = np.array([np.log(column).mean() for column in (runs.N, runs.D, runs.loss)])
     rows, weight = about(centre, runs), torch.ones(len(runs), dtype=torch.float64)
-    starts = grid()[misfit(grid(), rows, weight).argsort(stable=True)[:polished]]
+    scores = torch.cat([misfit(part, rows, weight) for part in grid().split(max(1, AT_ONCE // len(runs)))])
+    starts = grid()[scores.argsort(stable=True)[:polished]]
     theta, value = polish(starts, rows, weight)
     best = value.argmin()
     agree = int((value <= value[best] * (1 + 1e-6) + 1e-9).sum())
     fitted = Fit(Law(*laws(theta[best], centre).tolist()), value[best].item() * DELTA ** 2, theta[best], centre, agree)
     fitted.warnings = doubts(fitted, runs, moved=(theta[best] - starts[best]).abs().max().item())
     return fitted
+
+
+def lost_terms(theta):
+    """The names of the law's terms that the rows do not show."""
+    return [name for name, i in (("A/N^alpha", 0), ("B/D^beta", 2)) if theta[i] < -20 or theta[i + 1] < 1e-3 or theta[i + 1] >= HIGHEST[i + 1]]
 
 
 def doubts(fitted, runs, moved):
@@ -378,16 +394,15 @@ def doubts(fitted, runs, moved):
         found.append(f"{len(far)} outlier{'s' if len(far) > 1 else ''} beyond {OUTLIER:g} robust standard deviations ({spread:.2%}) of the fit: {shown}")
     if law.E < 0.01 * runs.loss.min():
         found.append("the floor is not identified (E near 0): losses still fall like a power law, and say nothing of where they end")
-    for name, i in (("A/N^alpha", 0), ("B/D^beta", 2)):
-        if fitted.theta[i] < -20 or fitted.theta[i + 1] < 1e-3 or fitted.theta[i + 1] >= HIGHEST[i + 1]:
-            found.append(f"the term {name} is not identified: it vanishes, does not vary, or drops at once")
+    found += [f"the term {name} is not identified (it vanishes, does not vary, or drops at once), so there is no exponent" for name in lost_terms(fitted.theta)]
     if moved < 1e-6 and fitted.objective > 1e-12:
         found.append("the fit sits on its start: the optimiser has not moved")
     return found
 
 
-def bootstrap(fitted, runs, n, seed=0, at_once=500):
+def bootstrap(fitted, runs, n, seed=0):
     """theta (n, 5) of fits to n resamples of the rows, each from the fit of all."""
+    at_once = max(1, AT_ONCE // len(runs))
     rng, rows, chunks = np.random.default_rng(seed), about(fitted.centre, runs), [torch.empty(0, 5, dtype=torch.float64)]
     for size in [at_once] * (n // at_once) + [n % at_once] * (n % at_once > 0):
         weight = torch.from_numpy(rng.multinomial(len(runs), np.full(len(runs), 1 / len(runs)), size).astype(np.float64))
@@ -512,8 +527,10 @@ class Lab:
         """The run of that size for C FLOPs or D tokens, to the nearest step."""
         config = self.config(size)
         tokens, cpu = D or C / counted(config)[1], self.device.type == "cpu"
-        return Experiment(config, max(1, round(tokens / (self.batch * self.seq_len))), self.batch,
-                          embedding_lr=BYTE_EMBEDDING_LR if cpu else EMBEDDING_LR)
+        steps = round(tokens / (self.batch * self.seq_len))
+        if steps < LEAST_STEPS:
+            raise UserError(f"--scale leaves {size_text(counted(config)[0])} parameters {max(0, steps)} steps: too few to count budgets by; take a larger one")
+        return Experiment(config, steps, self.batch, embedding_lr=BYTE_EMBEDDING_LR if cpu else EMBEDDING_LR)
 
     def path(self, experiment):
         key = json.dumps([asdict(experiment), self.identity, self.device.type], sort_keys=True)
@@ -781,13 +798,13 @@ def say_warnings(warnings):
         print(f"warning: {warning}")
 
 
-def law_text(law, errors=None, unit="nats"):
+def law_text(fitted, errors=None):
     """The law's parameters, a line each, with their standard errors."""
     lines = []
-    for name in ("E", "A", "B", "alpha", "beta", "n_exponent"):
-        label = "exponent of N" if name == "n_exponent" else name
-        lines.append(f"{label:>14s}  {getattr(law, name):<12.5g}" + (f" ± {errors[name]:.3g}" if errors else ""))
-    return "\n".join(lines)
+    for name, value in {**asdict(fitted.law), "n_exponent": fitted.n_exponent}.items():
+        label, text = "exponent of N" if name == "n_exponent" else name, "none" if value is None else f"{value:.5g}"
+        lines.append(f"{label:>14s}  {text:<12s}" + (f" ± {errors[name]:.3g}" if errors and value is not None else ""))
+    return "\n".join(map(str.rstrip, lines))
 
 
 def standard_errors(replicates, centre):
@@ -810,21 +827,22 @@ def fit(args):
     start = time.perf_counter()
     replicates = bootstrap(found, runs, args.bootstrap)
     errors = standard_errors(replicates, found.centre) if args.bootstrap > 1 else None
-    print(law_text(found.law, errors))
+    print(law_text(found, errors))
     if errors:
         print(f"± one standard error, of {args.bootstrap:,} resamples of the rows; {time.perf_counter() - start:.1f} s")
         if np.mean(laws(replicates, found.centre)[:, 0] < 0.01 * runs.loss.min()) > 0.05 and found.law.E >= 0.01 * runs.loss.min():
             found.warnings.append("the floor is hardly identified: one resample in twenty and more puts E near 0")
-    results = {**asdict(found.law), "objective": found.objective, "n_exponent": found.law.n_exponent, "rows": len(runs), "delta": DELTA,
+    results = {**asdict(found.law), "objective": found.objective, "n_exponent": found.n_exponent, "rows": len(runs), "delta": DELTA,
                "condition": condition(runs), "bootstrap": {"n": args.bootstrap, "se": errors}, "forecast": None}
     if args.forecast_above:
         results["forecast"] = held_out(runs, args.forecast_above)
     say_warnings(found.warnings)
     save_results("scaling-fit", {**results, "warnings": found.warnings})
-    C = np.geomspace(runs.C.min(), runs.C.max(), 100)
-    N = found.law.best_n(C)
-    picture("fit", printable(str(args.file)), [(runs.C, runs.loss, ".", "runs"), (C, found.law.loss(N, C / 6 / N), "k-", "the law at its best N, C = 6ND")],
-            xlabel="C, FLOPs", ylabel="loss", xscale="log")
+    curves, C = [(runs.C, runs.loss, ".", "runs")], np.geomspace(runs.C.min(), runs.C.max(), 100)
+    if found.n_exponent is not None:
+        N = found.law.best_n(C)
+        curves.append((C, found.law.loss(N, C / 6 / N), "k-", "the law at its best N, C = 6ND"))
+    picture("fit", printable(str(args.file)), curves, xlabel="C, FLOPs", ylabel="loss", xscale="log")
 
 
 def held_out(runs, above):
@@ -874,7 +892,7 @@ def forecast(args):
                "drift_a_decade": told["drift"], "cuts": told["cuts"], "warnings": found.warnings}
     date = written_before(written) or datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     save_results("scaling-forecast", {"date": date, **written, "observed": None})
-    print(f"{law_text(found.law)}\nforecast, written down {date}: {size_text(N)} parameters (d_model {experiment.config.d_model}, {experiment.config.n_layer} "
+    print(f"{law_text(found)}\nforecast, written down {date}: {size_text(N)} parameters (d_model {experiment.config.d_model}, {experiment.config.n_layer} "
           f"layers), {size_text(experiment.D)} tokens, {experiment.C:.2e} FLOPs: {experiment.C / runs.C.max():.1f} times the largest run's\n"
           f"{'predicted':>36s}  {point:.4f} {unit}\n{'90% interval of the bootstrap':>36s}  [{plain[0]:.4f}, {plain[1]:.4f}]\n"
           f"{'with noise and the error of the form':>36s}  [{interval[0]:.4f}, {interval[1]:.4f}]: noise {told['noise']:.2%}, form {told['drift']:.2%} a decade "
@@ -1143,6 +1161,10 @@ def parse_args(argv):
         raise UserError("--where chooses rows of a table: give it with --from FILE.csv")
     if args.experiment == "fit" and not 0 <= args.bootstrap <= 10 ** 6:
         raise UserError(f"--bootstrap {args.bootstrap}: a number of resamples, from 0 to a million")
+    if args.experiment == "recipe" and args.steps < 2 * NORMS:
+        raise UserError(f"--steps {args.steps}: the norms are measured {NORMS} times, so take {2 * NORMS} or more")
+    if args.experiment == "recipe" and args.compare and len(args.compare) < 2:
+        raise UserError("--compare takes two texts or more")
     if args.experiment in ("sizes", "lr") and args.steps < EVALUATIONS:
         raise UserError(f"--steps {args.steps}: the loss is measured {EVALUATIONS} times, so take {EVALUATIONS} or more")
     return args
