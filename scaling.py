@@ -626,9 +626,9 @@ def train_in_worker(experiment):
 # --- budgets and their optima ---------------------------------------------------------------------------------------
 
 def budgets_of(runs):
-    """The runs of each budget: those whose C, in order, are within 5% of the one before."""
+    """The runs of each budget: those whose C, in order, are within 10% of the one before."""
     runs = runs[np.argsort(runs.C, kind="stable")]
-    edges = np.flatnonzero(np.diff(np.log(runs.C)) > 0.05) + 1
+    edges = np.flatnonzero(np.diff(np.log(runs.C)) > 0.1) + 1
     return [runs[part] for part in np.split(np.arange(len(runs)), edges)]
 
 
