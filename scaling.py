@@ -2,10 +2,11 @@
 
     python scaling.py                    the chapter's table: four sizes, the same data, 400 steps each (6 minutes on 2 cores)
     python scaling.py lr                 exercise 1: three learning rates at two sizes (10 minutes)
-    python scaling.py isoflop            the report's sweep: the best size at each of three budgets (6 minutes)
+    python scaling.py isoflop            the report's sweep: the best size at each of three budgets (7 minutes)
     python scaling.py fit FILE.csv       L(N, D) = E + A/N^alpha + B/D^beta to any table of runs (seconds)
     python scaling.py forecast --run     what the sweep says of 20 times its compute, then that run (8 minutes)
     python scaling.py duration           one size trained for longer and longer, against the sweep's law (5 minutes)
+    python scaling.py recipe             Muon against AdamW, weight norms, decay, noise (9 minutes)
 
 The chapter finds validation losses of 6.49, 6.34, 6.26 and 6.22 nats for 0.62M, 1.12M, 1.80M and 3.34M parameters:
 larger is better, by less each time. The report fits a law to fourteen small runs (alpha 0.75, beta 0.82, E 0.823 bits a
