@@ -137,12 +137,17 @@ def load_corpus(path=TOKENS, seq_len=1):
         print(f"no {TOKENS} here: making the default one first")
         prepare_default()
     corpus = read_shards(path) if path.is_dir() or path.suffix == ".bin" else read_tokens(path)
+    check_length(corpus, path, seq_len)
+    return corpus
+
+
+def check_length(corpus, where, seq_len):
+    """Raise UserError where a part of the corpus has no two windows of seq_len tokens."""
     for split in ("train", "val"):
         tokens = getattr(corpus, split)
         if tokens.positions(seq_len) < 2:           # sample_batch draws below positions - 1
-            raise UserError(f"{path}: its {split} part has {len(tokens):,} tokens, a context of {seq_len:,} needs {seq_len + 2:,}"
+            raise UserError(f"{where}: its {split} part has {len(tokens):,} tokens, a context of {seq_len:,} needs {seq_len + 2:,}"
                             f"{' in one shard' if len(tokens.arrays) > 1 else ''}; give a longer text or a shorter context")
-    return corpus
 
 
 def add_data_flag(parser):
@@ -575,13 +580,15 @@ def prepare_files(paths, encoding="utf-8", **options):
     return write(*file_parts(paths, encoding), **options)
 
 
-def byte_corpus(paths=()):
+def byte_corpus(paths=(), seq_len=1):
     """Text files as a Corpus of their UTF-8 bytes, or, without any, the standard library: a vocabulary of 256, so that a
-    loss is exact in bits a byte."""
+    loss is exact in bits a byte. Raises UserError where a part is too short for a context of seq_len."""
     name, _, *parts = file_parts(paths) if paths else stdlib_parts()
     ids = [np.frombuffer("\n".join(documents).encode(), dtype=np.uint8) for documents in parts]
     train, val = (Tokens([array], BYTE_ALPHABET, f"{name}: its {split} part") for array, split in zip(ids, ("train", "val")))
-    return Corpus(f"{name}, as bytes", train, val, BYTE_ALPHABET, {"train": 1.0, "val": 1.0})
+    corpus = Corpus(f"{name}, as bytes", train, val, BYTE_ALPHABET, {"train": 1.0, "val": 1.0})
+    check_length(corpus, name, seq_len)
+    return corpus
 
 
 # --- any amount of text to shards -----------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def read_runs(path, columns=("N", "D", "loss"), where=None):
     rows = []
     for number, row in chosen:
         if None in row:                 # csv's key for what no column names
-            raise UserError(f"{path}: row {number} has more cells than the header; write numbers without commas in them")
+            raise UserError(f"{path}: row {number} (line {number + 1}) has more cells than the header; write numbers without commas in them")
         N, D, loss = (number_in(row, name, number, path) for name in columns)
         rows.append({"N": N, "D": D, "loss": loss, "C": number_in(row, "C", number, path) if "C" in names else 6.0 * N * D, "row": number})
     return table(rows)
@@ -234,7 +234,7 @@ def number_in(row, name, number, path):
     except (TypeError, ValueError):
         value = math.nan
     if not sys.float_info.min <= value < math.inf:
-        raise UserError(f"{path}: row {number}: {name} is {str(row[name])[:40]!r}, and has to be a positive finite number; mend it or leave the row out")
+        raise UserError(f"{path}: row {number} (line {number + 1}): {name} is {str(row[name])[:40]!r}, and has to be a positive finite number; mend it or leave the row out")
     return value
 
 
@@ -396,6 +396,8 @@ def doubts(fitted, runs, moved):
     if law.E < 0.01 * runs.loss.min():
         found.append("the floor is not identified (E near 0): losses still fall like a power law, and say nothing of where they end")
     found += [f"the term {name} is not identified (it vanishes, does not vary, or drops at once), so there is no exponent" for name in lost_terms(fitted.theta)]
+    if (budgets := len(budgets_of(runs))) < 3:
+        found.append(f"{budgets} budgets: with fewer than three the law's bend between them is not seen, and no forecast within the rows is left")
     if moved < 1e-6 and fitted.objective > 1e-12:
         found.append("the fit sits on its start: the optimiser has not moved")
     return found
@@ -414,7 +416,7 @@ def bootstrap(fitted, runs, n, seed=0):
 # --- how far a law can be trusted -----------------------------------------------------------------------------------
 
 def scatter(fitted, runs):
-    """The standard deviation of log loss about the fitted, which spent five parameters."""
+    """The standard deviation of log loss about the law, which spent five parameters."""
     residual = np.log(runs.loss) - predicted(fitted.theta, fitted.centre, runs)
     return math.sqrt((residual ** 2).sum() / max(1, len(runs) - len(fitted.theta)))
 
@@ -515,7 +517,7 @@ class Lab:
     def __init__(self, data, texts, device):
         self.data, self.texts, self.device = data, texts, device
         self.seq_len, self.batch = (BYTE_SEQ_LEN, BYTE_BATCH) if device.type == "cpu" else (2048, REPORT_SEQUENCES)
-        self.corpus = load_corpus(data, self.seq_len) if data else byte_corpus(texts)
+        self.corpus = load_corpus(data, self.seq_len) if data else byte_corpus(texts, self.seq_len)
         self.identity = data_identity(self.corpus)
 
     def config(self, size):

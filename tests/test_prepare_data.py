@@ -162,6 +162,16 @@ def test_a_script_that_finds_no_tokens_makes_the_default_ones(capsys, monkeypatc
     assert "making the default one" in capsys.readouterr().out and "standard library" in str(corpus)
 
 
+def test_a_text_as_bytes_is_its_bytes():
+    Path("a.txt").write_text(chinese_text(), encoding="utf-8")
+    corpus = prepare_data.byte_corpus([Path("a.txt")], 16)
+    whole = bytes(corpus.train.arrays[0]) + b"\n" + bytes(corpus.val.arrays[0])
+    assert whole.replace(b"\n\n", b"\n") == chinese_text().encode().replace(b"\n\n", b"\n") and corpus.vocab_size == 256
+    assert corpus.bits_per_byte(math.log(256)) == pytest.approx(8.0)
+    x, y = corpus.train.windows([0], 16)
+    assert x[0].tolist() == list(whole[:16]) and y[0].tolist() == list(whole[1:17])
+
+
 def test_a_novel_that_is_there_is_used_and_another_text_is_named(capsys):
     (prepare_data.NOVEL_FILE).write_text(chinese_text(), encoding="utf-8")
     assert prepare_default()["meta"]["corpus"] == "sanguo.txt"

@@ -318,7 +318,7 @@ def test_doubts_are_said_and_the_fit_goes_on(capsys):
     outlying.loss[4] *= 1.25
     falling = runs_from(Law(1e-9, 480.0, 2000.0, 0.35, 0.37), noise=0.001)
     for runs, words in ((clean[np.append(np.arange(len(clean)), [0, 0])], "2 rows are exact copies"), (outlying, "1 outlier beyond 6 robust standard deviations"),
-                        (falling, "the floor is not identified (E near 0)")):
+                        (falling, "the floor is not identified (E near 0)"), (runs_from(budgets=(1e19, 1e20), noise=0.002), "2 budgets: with fewer than three")):
         assert any(words in warning for warning in fit_law(runs).warnings), words
     write_csv(outlying)
     main(["fit", "runs.csv", "--bootstrap", "50"])
@@ -512,6 +512,13 @@ def test_an_interrupt_ends_a_sweep_at_once_and_it_goes_on():
     assert script.wait(timeout=60) == 130 and time.monotonic() - start < 10 and script.stderr.read().strip().endswith("interrupted")
     whole = [json.loads(path.read_text()) for path in Path("runs/scaling-runs").iterdir()]
     assert whole and all(row["loss"] > 0 for row in whole)
+
+
+def test_a_text_too_short_for_a_context_is_refused(refused):
+    Path("short.txt").write_text("one line\n\nanother\n")
+    refused(main, "isoflop", "--text", "short.txt", words=("short.txt", "a context of 128"))
+    Path("one.txt").write_text("one paragraph")
+    refused(main, "isoflop", "--text", "one.txt", words=("one.txt", "one document"))
 
 
 def test_ranks_share_out_the_runs(bytes_of_text, monkeypatch):
