@@ -629,10 +629,13 @@ def train_in_worker(experiment):
 # --- budgets and their optima ---------------------------------------------------------------------------------------
 
 def budgets_of(runs):
-    """The runs of each budget: those whose C, in order, are within 10% of the one before."""
-    runs = runs[np.argsort(runs.C, kind="stable")]
-    edges = np.flatnonzero(np.diff(np.log(runs.C)) > 0.1) + 1
-    return [runs[part] for part in np.split(np.arange(len(runs)), edges)]
+    """The runs of each budget: from the cheapest on, those of up to 15% more FLOPs."""
+    runs, budgets = runs[np.argsort(runs.C, kind="stable")], []
+    while len(runs):
+        one = runs.C <= 1.15 * runs.C[0]
+        budgets.append(runs[one])
+        runs = runs[~one]
+    return budgets
 
 
 def optimum(budget):
