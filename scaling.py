@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from budget import cpu_count, from_launcher, keep_memory, launched, machine, pick_device, worker_pool
+from budget import bits_per_byte, cpu_count, from_launcher, keep_memory, launched, machine, pick_device, worker_pool
 from model import (EMBEDDING_LR, REPORT_FAMILY, RUNS, GPT, GPTConfig, Parser, UserError, check_runs, command, plain, plot, positive,
                    save_results, size_text, written_whole)
 from prepare_data import (add_data_flag, byte_corpus, load_corpus, printable, read_json, regular_file, sample_batch, stdlib_parts, step_positions,
@@ -535,22 +535,23 @@ class Lab:
             raise UserError(f"--scale leaves {size_text(counted(config)[0])} parameters {max(0, steps)} steps: too few to count budgets by; take a larger one")
         return Experiment(config, steps, self.batch, embedding_lr=BYTE_EMBEDDING_LR if cpu else EMBEDDING_LR)
 
-    def path(self, experiment):
-        key = json.dumps([asdict(experiment), self.identity, self.device.type], sort_keys=True)
+    def path(self, experiment, *scored):
+        """The experiment's file; scored: the identities of other texts that its model was scored on, too."""
+        key = json.dumps([asdict(experiment), self.identity, self.device.type, *scored], sort_keys=True)
         return RUNS / "scaling-runs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
-    def remembered(self, experiment):
+    def remembered(self, experiment, *scored):
         """What is known of an experiment, or None."""
         try:
-            row = json.loads(self.path(experiment).read_text(encoding="utf-8"))
+            row = json.loads(self.path(experiment, *scored).read_text(encoding="utf-8"))
             return row if row["loss"] is None or row["loss"] > 0 else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def remember(self, experiment, loss, seconds, norms=None):
+    def remember(self, experiment, loss, seconds, norms=None, scored=(), losses=None):
         row = {"C": experiment.C, "N": counted(experiment.config)[0], "D": experiment.D, "loss": loss if math.isfinite(loss) else None,
-               "seconds": seconds, "norms": norms, "data": self.corpus.name, "experiment": asdict(experiment)}
-        with written_whole(self.path(experiment)) as part:
+               "seconds": seconds, "norms": norms, "losses": losses, "data": self.corpus.name, "experiment": asdict(experiment)}
+        with written_whole(self.path(experiment, *scored)) as part:
             part.write_text(json.dumps(plain(row), indent=1) + "\n", encoding="utf-8")
         return row
 
@@ -1077,19 +1078,24 @@ def compare(args):
     """The same model trained on the bytes of each of several texts, and scored on all of them, in bits a byte."""
     labs = [Lab(None, [path], args.device) for path in args.compare]
     names = [printable(path.name)[:24] for path in args.compare]
-    table = []
+    crossed = []
     print("trained on \\ bits a byte of   " + "  ".join(f"{name:>24s}" for name in names))
-    for lab, name in zip(labs, names):
-        experiment = Experiment(lab.config(RECIPE_SIZE), args.steps, lab.batch, embedding_lr=BYTE_EMBEDDING_LR)
-        model, optimizers = experiment.models(args.device)
-        lab.continued(experiment, model, optimizers, label=name)
-        table.append([lab.corpus.bits_per_byte(evaluate(model, other.validation)) for other in labs])
-        print(f"{name:>28s}   " + "  ".join(f"{bits:24.3f}" for bits in table[-1]), flush=True)
-    own, mean = int(np.argmin(np.diag(table))), int(np.argmin(np.mean(table, axis=1)))
+    scored = [lab.identity for lab in labs]
+    for i, (lab, name) in enumerate(zip(labs, names)):
+        experiment, start = Experiment(lab.config(RECIPE_SIZE), args.steps, lab.batch, embedding_lr=BYTE_EMBEDDING_LR), time.perf_counter()
+        row = lab.remembered(experiment, *scored)
+        if not row:
+            model, optimizers = experiment.models(args.device)
+            lab.continued(experiment, model, optimizers, label=name)
+            losses = [evaluate(model, other.validation) for other in labs]
+            row = lab.remember(experiment, losses[i], time.perf_counter() - start, scored=scored, losses=losses)
+        crossed.append([bits_per_byte(math.nan if loss is None else loss, 1) for loss in row["losses"]])
+        print(f"{name:>28s}   " + "  ".join(f"{bits:24.3f}" for bits in crossed[-1]), flush=True)
+    own, mean = int(np.nanargmin(np.diag(crossed))), int(np.nanargmin(np.mean(crossed, axis=1)))
     finding = (f"{names[own]} has the lowest loss on its own validation part, the model of {names[mean]} the lowest mean over all: losses on different texts "
                f"are no comparison of models, as the report says" if own != mean else
                f"{names[own]} has the lowest loss on its own validation part and over all")
-    return {"files": names, "bits_per_byte": table, "finding": finding}
+    return {"files": names, "bits_per_byte": crossed, "finding": finding}
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -590,6 +590,9 @@ def test_the_recipe_says_what_was_measured(bytes_of_text, capsys, monkeypatch):
         assert ("was seen here" in results["findings"][line]) == (difference > 2 * spread)
     cross = np.array(results["data"]["bits_per_byte"])
     assert cross[0, 0] < cross[0, 1] and cross[1, 1] < cross[1, 0] and "a.txt" in out         # each does best at home
+    monkeypatch.setattr(Lab, "continued", None)         # a second time nothing is trained
+    main(["recipe", "--data", "tokens.pt", "--steps", "24", "--compare", "a.txt", "b.txt"])
+    assert json.load(open("runs/scaling-recipe.json")) == results
     assert Path("runs/scaling-recipe.png").exists() and Path("runs/scaling-recipe-norms.png").exists()
 
 
