@@ -536,6 +536,21 @@ def first_on_rank_0(make):
     return make() if made is None else made
 
 
+def shares(n):
+    """This rank's share of n pieces of work, each with whether it counts: past the end a rank does the last once more,
+    for under fsdp all have to take part."""
+    for i in range(dist.get_rank(), n + -n % dist.get_world_size(), dist.get_world_size()):
+        yield min(i, n - 1), i < n
+
+
+def same_on_all_ranks(value, where, what):
+    """Raise UserError, on all ranks, where their values, a text each, differ: each node may have read files of its own."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        raise UserError(f"{where}: the processes find different {what} there ({' and '.join(sorted(set(values)))}); give every node the same")
+
+
 def start_worker(parent, stop, prepare, *args):
     """Make a process of worker_pool's ready: interrupts are its parent's matter, and it outlives neither it nor the pool."""
     def watch():

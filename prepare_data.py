@@ -125,6 +125,14 @@ class Corpus:
         """A loss in nats a token as bits a byte of the split's text; None where its bytes are unknown."""
         return bits_per_byte(nats, self.bytes_per_token[split]) if self.bytes_per_token else None
 
+    def identity(self):
+        """A fingerprint, wherever the file lies: the lengths of the parts and a sample of their tokens."""
+        digest, arrays = hashlib.sha256(), [*self.train.arrays, *self.val.arrays]
+        for array in arrays:
+            sample = array[::max(1, len(arrays) * len(array) // 100_000)]
+            digest.update(f"{len(array)} {sample.tolist()}".encode())
+        return f"{len(self.train):,} training tokens, {digest.hexdigest()[:16]}"
+
 
 def load_corpus(path=TOKENS, seq_len=1):
     """Read a token file whose two parts hold at least one window of seq_len tokens and its targets.
@@ -352,6 +360,50 @@ def load_tokenizer(data=TOKENS):
     if tokenizer.decoder is None:       # characters, as the chapter's earlier scripts save it: joined without spaces
         tokenizer.decoder = decoders.Fuse()
     return tokenizer
+
+
+# --- multiple choice -----------------------------------------------------------------------------------------------
+
+def read_choices(path):
+    """The questions of a .jsonl file in HellaSwag's or ARC's own format: a list of (line number, context, candidates, the
+    right one's number). Raises UserError where a line is neither."""
+    questions = []
+    with open(regular_file(path), encoding="utf-8-sig", errors="replace") as f:
+        lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
+    for number, line in lines:
+        try:
+            r = json.loads(line)
+            if "ctx" in r:
+                context, candidates, answer = r["ctx"], r["endings"], int(r["label"])
+            else:
+                question = r["question"] if isinstance(r["question"], dict) else {"stem": r["question"], "choices": r["choices"]}
+                stem, choices = question["stem"], question["choices"]
+                if isinstance(choices, dict):       # columns, as some copies of ARC have it
+                    choices = [{"text": text, "label": label} for text, label in zip(choices["text"], choices["label"])]
+                context, candidates = f"Question: {stem}\nAnswer:", [c["text"] for c in choices]
+                answer = [str(c["label"]) for c in choices].index(str(r["answerKey"]))
+            texts = [context, *candidates] if isinstance(candidates, list) else []
+            if not (len(texts) > 1 and all(isinstance(text, str) and text for text in texts) and 0 <= answer < len(candidates)):
+                raise ValueError
+            "".join(texts).encode()
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{path}, line {number}: neither ctx, endings, label nor question, choices, answerKey") from None
+        questions.append((number, context, candidates, answer))
+    if not questions:
+        raise UserError(f"{path}: no question in it")
+    return questions
+
+
+def load_choices(path, data, config):
+    """read_choices' questions in the ids of data's tokenizer: (context's ids, each candidate's ids, their bytes, the answer).
+    Raises UserError, before the run, for one that the model cannot be asked."""
+    questions, found, tokenizer = [], read_choices(path), load_tokenizer(data)
+    for number, context, candidates, answer in found:
+        ids = [tokenizer.encode(context).ids, *(tokenizer.encode(" " + c).ids for c in candidates)]
+        if not all(ids) or max(map(max, ids)) >= config.vocab_size or max(map(len, ids[1:])) > config.seq_len:
+            raise UserError(f"{path}, line {number}: a text of no token, of more than the context's {config.seq_len}, or beyond the vocabulary")
+        questions.append((ids[0], ids[1:], [len(c.encode()) for c in candidates], answer))
+    return questions
 
 
 # --- text to documents ----------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from model import (EMBEDDING_LR, REPORT_FAMILY, RUNS, GPT, GPTConfig, Parser, Us
                    save_results, size_text, written_whole)
 from prepare_data import (add_data_flag, byte_corpus, load_corpus, printable, read_json, regular_file, sample_batch, stdlib_parts, step_positions,
                           write as write_tokens)
-from train_gpu import data_identity, learning_rate, matrix_sizes, set_learning_rate
+from train_gpu import learning_rate, matrix_sizes, set_learning_rate
 
 SIZES = ((64, 2), (96, 3), (128, 4), (192, 4))          # d_model, n_layer
 HEAD_DIM, SEQ_LEN = 32, 128
@@ -518,7 +518,7 @@ class Lab:
         self.data, self.texts, self.device = data, texts, device
         self.seq_len, self.batch = (BYTE_SEQ_LEN, BYTE_BATCH) if device.type == "cpu" else (2048, REPORT_SEQUENCES)
         self.corpus = load_corpus(data, self.seq_len) if data else byte_corpus(texts, self.seq_len)
-        self.identity = data_identity(self.corpus)
+        self.identity = self.corpus.identity()
 
     def config(self, size):
         """The report's family at a size: (d_model, n_layer) on a CPU, a depth on a GPU."""

@@ -13,7 +13,6 @@ command trains the same model on 1, 2 or 8 of them. Checkpoints, the log and the
 """
 import argparse
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -31,7 +30,7 @@ from pathlib import Path
 
 from budget import (CHAPTER_MFU, REPORT_MICRO_BATCH, REPORT_SEQ_LEN, REPORT_TOKENS, REPORT_TOKENS_A_STEP, Run, compile_failure, data_parallel,
                     datasheet_peak, first_on_rank_0, is_lost_peer, keep_memory, machine, on_rank_0, peak_memory_gb, pick_device,
-                    process_group, synchronize)
+                    process_group, same_on_all_ranks, shares, synchronize)
 
 import numpy as np
 import torch
@@ -44,7 +43,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from model import (EMBEDDING_LR, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command,
                    config_from, count, duration_text, is_out_of_memory, locked, plot, positive, save_results, size_text, whole, written_whole)
-from prepare_data import add_data_flag, load_corpus, load_tokenizer, regular_file, step_positions
+from prepare_data import add_data_flag, load_choices, load_corpus, load_tokenizer, step_positions
 
 LARGEST_MICRO_BATCH = 32                # the chapter's, where the global batch and the processes allow it
 LOG_EVERY = 50
@@ -130,24 +129,6 @@ class Loader:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def data_identity(corpus):
-    """A fingerprint of a corpus, wherever its file lies: the lengths of its parts and a sample of their tokens."""
-    digest = hashlib.sha256()
-    n = len(corpus.train.arrays) + len(corpus.val.arrays)
-    for part in (*corpus.train.arrays, *corpus.val.arrays):
-        sample = part[::max(1, n * len(part) // 100_000)]
-        digest.update(f"{len(part)} {sample.tolist()}".encode())
-    return f"{len(corpus.train):,} training tokens, {digest.hexdigest()[:16]}"
-
-
-def same_everywhere(identity):
-    """Raise UserError on all ranks where they do not hold the same data: each node may have made its own."""
-    identities = [None] * dist.get_world_size()
-    dist.all_gather_object(identities, identity)
-    if len(set(identities)) > 1:
-        raise UserError(f"--data: the processes hold different tokens ({' and '.join(sorted(set(identities)))}); give every node the same file")
-
-
 # --- the model on its devices ---------------------------------------------------------------------------------------
 
 class Parallel:
@@ -220,13 +201,6 @@ def accumulate(parallel, loader, micro_batches):
             loss.backward()
         total += loss.detach()
     return total
-
-
-def shares(n):
-    """This rank's share of n pieces of work, each with whether it counts: past the end a rank does the last once more,
-    for under fsdp all have to take part."""
-    for i in range(dist.get_rank(), n + -n % dist.get_world_size(), dist.get_world_size()):
-        yield min(i, n - 1), i < n
 
 
 def evaluate(parallel, tokens, at_once=EVAL_BATCH):
@@ -367,11 +341,7 @@ class Checkpoints:
             about = self.load_newest(damaged)
             if branching and about["branched_from"] != str(resume):
                 raise UserError(f"{self.directory} holds checkpoints already; continue it with --resume alone, or branch off with another --out DIR")
-        steps = torch.tensor([about["step"], -about["step"]], device=self.parallel.device)
-        dist.all_reduce(steps, op=dist.ReduceOp.MAX)
-        if steps.sum():
-            raise UserError(f"{self.directory}: the processes find different checkpoints there (here step {about['step']}); give every "
-                            f"node the same directory")
+        same_on_all_ranks(f"step {about['step']}", self.directory, "checkpoints")
         self.branched_from = about["branched_from"]
         self.keep |= set(about["keep"])
         # A damaged one would take one of the two places that are kept; it may still help to find out what happened.
@@ -577,48 +547,6 @@ def write_curve(log, path, title):
                 axes.plot(*zip(*points), style, label=key, markersize=3, linewidth=1)
 
 
-def read_choices(path):
-    """The questions of a .jsonl file in HellaSwag's or ARC's own format: a list of (line number, context, candidates, the
-    right one's number). Raises UserError where a line is neither."""
-    questions = []
-    with open(regular_file(path), encoding="utf-8-sig", errors="replace") as f:
-        lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
-    for number, line in lines:
-        try:
-            r = json.loads(line)
-            if "ctx" in r:
-                context, candidates, answer = r["ctx"], r["endings"], int(r["label"])
-            else:
-                question = r["question"] if isinstance(r["question"], dict) else {"stem": r["question"], "choices": r["choices"]}
-                stem, choices = question["stem"], question["choices"]
-                if isinstance(choices, dict):       # columns, as some copies of ARC have it
-                    choices = [{"text": text, "label": label} for text, label in zip(choices["text"], choices["label"])]
-                context, candidates = f"Question: {stem}\nAnswer:", [c["text"] for c in choices]
-                answer = [str(c["label"]) for c in choices].index(str(r["answerKey"]))
-            texts = [context, *candidates] if isinstance(candidates, list) else []
-            if not (len(texts) > 1 and all(isinstance(text, str) and text for text in texts) and 0 <= answer < len(candidates)):
-                raise ValueError
-            "".join(texts).encode()
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{path}, line {number}: neither ctx, endings, label nor question, choices, answerKey") from None
-        questions.append((number, context, candidates, answer))
-    if not questions:
-        raise UserError(f"{path}: no question in it")
-    return questions
-
-
-def tokenized_choices(path, data, config):
-    """read_choices' questions as score_choices takes them: (context's ids, each candidate's ids, their bytes, the answer).
-    Raises UserError, before the run, for one that the model cannot be asked."""
-    questions, found, tokenizer = [], read_choices(path), load_tokenizer(data)
-    for number, context, candidates, answer in found:
-        ids = [tokenizer.encode(context).ids, *(tokenizer.encode(" " + c).ids for c in candidates)]
-        if not all(ids) or max(map(max, ids)) >= config.vocab_size or max(map(len, ids[1:])) > config.seq_len:
-            raise UserError(f"{path}, line {number}: a text of no token, of more than the context's {config.seq_len}, or beyond the vocabulary")
-        questions.append((ids[0], ids[1:], [len(c.encode()) for c in candidates], answer))
-    return questions
-
-
 def score_choices(parallel, questions):
     """The share of questions whose right candidate is the likeliest as a continuation: by its whole log-probability, and by
     that divided by its bytes. The ranks share the work."""
@@ -744,10 +672,10 @@ def run(args, device):
     args.eval_batch = min(EVAL_BATCH, args.micro_batch or EVAL_BATCH)           # the same for any number of processes
     args.micro_batch = micro_batch_size(args.global_batch, world, args.micro_batch)
     corpus = first_on_rank_0(lambda: load_corpus(args.data, args.seq_len))
-    identity = {"data": data_identity(corpus), "global_batch": args.global_batch, "seed": args.seed, "optimizer": args.optimizer}
-    same_everywhere(identity["data"])
+    identity = {"data": corpus.identity(), "global_batch": args.global_batch, "seed": args.seed, "optimizer": args.optimizer}
+    same_on_all_ranks(identity["data"], args.data, "tokens")
     config = GPTConfig.from_depth(args.depth, corpus.vocab_size, args.seq_len) if args.depth else config_from(args, vocab_size=corpus.vocab_size)
-    args.questions = tokenized_choices(args.choices, args.data, config) if args.choices else []
+    args.questions = load_choices(args.choices, args.data, config) if args.choices else []
     say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}")
     prompt = args.sample and prompt_of(args.data, args.sample, config.vocab_size)
     torch.manual_seed(args.seed)        # the same model on every rank

@@ -19,6 +19,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import prepare_data
 import train_gpu
 from conftest import ROOT, assert_one_line, free_port, run_script, save_tokens
 from model import GPT, GPTConfig, UserError
@@ -683,7 +684,7 @@ def test_hellaswags_and_arcs_own_formats_are_read():
     with open("choices.jsonl", "w", encoding="utf-8-sig") as f:
         f.writelines(q and json.dumps(q, ensure_ascii=False) + "\n" or "\n" for q in (
             HELLASWAG, ARC, ARC_DIGITS, ARC_COLUMNS, None, {**HELLASWAG, "ctx": "A man is\u2028so", "label": "3"}))
-    assert train_gpu.read_choices(Path("choices.jsonl")) == [
+    assert prepare_data.read_choices(Path("choices.jsonl")) == [
         (1, "A man is", ["a", "bb", "ccc", "d"], 2), (2, "Question: What?\nAnswer:", ["a", "b"], 1), (3, "Question: What?\nAnswer:", ["a", "b"], 0),
         (4, "Question: What?\nAnswer:", ["a", "b", "c"], 2), (6, "A man is\u2028so", ["a", "bb", "ccc", "d"], 3)]
 
@@ -698,7 +699,7 @@ def test_questions_that_are_none_are_named_by_their_line(line, refused):
 
 
 def test_choices_are_answered_at_each_validation(monkeypatch, capsys):
-    monkeypatch.setattr(train_gpu, "load_tokenizer", lambda data: Letters())
+    monkeypatch.setattr(prepare_data, "load_tokenizer", lambda data: Letters())
     Path("choices.jsonl").write_text(json.dumps(HELLASWAG) + "\n" + json.dumps({**ARC, "question": {**ARC["question"], "stem": "W"}}) + "\n")
     main([*TINY, "--seq-len", "32", "--choices", "choices.jsonl", "--out", "run"])
     records = [r for r in read_log(Path("run/log.jsonl")) if "choices" in r]
@@ -708,7 +709,7 @@ def test_choices_are_answered_at_each_validation(monkeypatch, capsys):
 
 @pytest.mark.parametrize("changed", [{"endings": ["a", "b" * 400, "c"]}, {"ctx": "三"}])
 def test_questions_that_the_model_cannot_be_asked_are_refused_before_the_run(changed, refused, monkeypatch):
-    monkeypatch.setattr(train_gpu, "load_tokenizer", lambda data: SimpleNamespace(encode=lambda text: SimpleNamespace(ids=list(map(ord, text)))))
+    monkeypatch.setattr(prepare_data, "load_tokenizer", lambda data: SimpleNamespace(encode=lambda text: SimpleNamespace(ids=list(map(ord, text)))))
     Path("choices.jsonl").write_text(json.dumps({**HELLASWAG, **changed}) + "\n")
     refused(main, *TINY, "--choices", "choices.jsonl", "--out", "run", words=("choices.jsonl, line 1", "of more than the context's 16"))
     assert not Path("run").exists()
