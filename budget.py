@@ -384,6 +384,10 @@ def peak_memory_gb(device):
     """The most memory this process has held: allocated on its GPU, or resident in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIGA
+    with contextlib.suppress(OSError):  # Linux: getrusage would count what the process that started this one held
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / GIGA
     import resource                     # POSIX has it
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -551,10 +555,10 @@ def same_on_all_ranks(value, where, what):
         raise UserError(f"{where}: the processes find different {what} there ({' and '.join(sorted(set(values)))}); give every node the same")
 
 
-def start_worker(parent, stop, prepare, *args):
+def start_worker(stop, prepare, *args):
     """Make a process of worker_pool's ready: interrupts are its parent's matter, and it outlives neither it nor the pool."""
     def watch():
-        while os.getppid() == parent and not stop.wait(0.1):
+        while multiprocessing.parent_process().is_alive() and not stop.wait(0.1):
             pass
         os._exit(1)
 
@@ -564,12 +568,17 @@ def start_worker(parent, stop, prepare, *args):
 
 
 @contextlib.contextmanager
-def worker_pool(start_method, prepare, *args):
-    """A ProcessPoolExecutor with a process a core, each of which has called prepare(*args). What ends it early, an interrupt
-    say, ends its processes at once. Raises UserError where one of them is ended."""
+def worker_pool(prepare, *args, workers=None, start_method="forkserver"):
+    """A ProcessPoolExecutor with that many processes, or one a core, each of which has called prepare(*args). What ends it
+    early, an interrupt say, ends its processes at once. Raises UserError where one of them is ended.
+
+    They are forked from one that has imported torch and done nothing else: to fork this one would copy its threads' locks,
+    and to start each anew takes seconds.
+    """
     context = multiprocessing.get_context(start_method)
+    context.set_forkserver_preload(["torch", "model"])
     stop = context.Event()
-    pool = ProcessPoolExecutor(cpu_count(), context, start_worker, (os.getpid(), stop, prepare, *args))
+    pool = ProcessPoolExecutor(workers or cpu_count(), context, start_worker, (stop, prepare, *args))
     try:
         yield pool
     except BrokenProcessPool:

@@ -834,8 +834,8 @@ def tokenized(encoding, batches):
     In processes, not threads: tiktoken's threads disturb each other, from not at all to half their speed, by chance.
     """
     pending = deque()
-    # Linux's copies of this process start at once; they have to see it as their parent, so no fork server.
-    with worker_pool("fork" if sys.platform == "linux" else "spawn", take_encoding, encoding) as pool:
+    # Linux's copies of this process start at once, with the encoding.
+    with worker_pool(take_encoding, encoding, start_method="fork" if sys.platform == "linux" else "spawn") as pool:
         for batch, place in batches:
             pending.append((pool.submit(tokenize_batch, batch), place))
             if len(pending) > 2 * cpu_count():

@@ -600,7 +600,7 @@ class Lab:
         if self.device.type == "cuda" or len(missing) < 2 or cpu_count() < 2:
             yield from (self.row(e, "training") for e in experiments)
             return
-        with worker_pool("spawn", take_lab, self.data, self.texts, self.device) as pool:
+        with worker_pool(take_lab, self.data, self.texts, self.device) as pool:
             futures = {e: pool.submit(train_in_worker, e) for e in missing}
             for experiment in tqdm(experiments, desc="training", disable=None, leave=False):
                 yield futures[experiment].result() if experiment in futures else self.remembered(experiment)

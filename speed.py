@@ -4,17 +4,24 @@
     python speed.py --profile                      also a timeline of the step, for Perfetto
     python speed.py --device cuda --d-model 768 --n-layer 12 --n-head 12 --seq-len 1024
 
-It takes about a minute on two cores. The chapter measures 9,136 tokens/s (106 GFLOP/s) on two cores, 22% more with
+It takes about two minutes on two cores. The chapter measures 9,136 tokens/s (106 GFLOP/s) on two cores, 22% more with
 torch.compile, and a bf16 that is slower on a CPU without bf16 instructions. MFU, the model FLOPs utilization, is the
 achieved FLOP/s over the peak: on a CPU the rate of large matrix products measured here, on a GPU its datasheet's.
+
+The rows are a ladder: the chapter's plain step, each of its two changes alone, and then one lever after another, each on
+top of those before it.
 """
+import contextlib
+import os
 import statistics
 import time
+from dataclasses import dataclass
 
 import torch
 
-from budget import TERA, compile_failure, datasheet_peak, device_name, machine, pick_device, synchronize
-from model import RUNS, GPT, Parser, add_model_flags, check_runs, command, config_from, positive, save_results, written_whole
+from budget import (TERA, compile_failure, datasheet_peak, device_name, keep_memory, machine, peak_memory_gb, pick_device, synchronize,
+                    worker_pool)
+from model import LOSS_ROWS, RUNS, GPT, Parser, add_model_flags, check_runs, command, config_from, positive, save_results, written_whole
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 WARMUP_STEPS = 3                        # the first steps allocate, and compile
@@ -23,7 +30,24 @@ PEAK_SIZES = {"cpu": 2048, "cuda": 8192}        # of the square matrices whose p
 PEAK_SECONDS, PEAK_PRODUCTS = 4.0, 40           # measure until one of these is spent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PHASES = ("forward", "backward", "optimizer")
-ROWS = (("fp32", "fp32", False), ("bf16 autocast", "bf16", False), ("fp32 + torch.compile", "fp32", True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to make the chapter's training step; by default as plainly as the chapter does."""
+
+    name: str
+    precision: str = "fp32"             # "bf16": autocast over fp32 weights
+    compile: bool = False
+    keep: bool = False                  # malloc keeps freed memory for the next step
+    fused: bool = False                 # AdamW in one pass over memory
+    chunked: bool = False               # the loss without all logits at once
+
+
+ROWS = (Row("plain"), Row("bf16 alone", "bf16"), Row("compile alone", compile=True),
+        Row("memory kept", keep=True), Row("+ fused AdamW", keep=True, fused=True),
+        Row("+ chunked loss", keep=True, fused=True, chunked=True), Row("+ compile", compile=True, keep=True, fused=True, chunked=True),
+        Row("+ bf16", "bf16", compile=True, keep=True, fused=True, chunked=True))
 
 
 def measured_peak(device, precision):
@@ -43,7 +67,7 @@ def measured_peak(device, precision):
 
 
 def training_step(model, optimizer, x, y, precision, mark=lambda: None):
-    """One step; mark() is called before and after each of its phases."""
+    """One step; returns its loss, a tensor. mark() is called before and after each of its phases."""
     mark()
     with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
         loss = model(x, y)[1]
@@ -53,58 +77,105 @@ def training_step(model, optimizer, x, y, precision, mark=lambda: None):
     mark()
     optimizer.step()
     mark()
+    return loss
 
 
-def new_step(config, x, y, precision, compiled):
-    """A function that makes one training step of a new model, optionally compiled: the chapter's plain step, with
-    torch's default AdamW and malloc."""
+def new_step(config, x, y, row):
+    """A function that makes one training step of a new model as a row has it, and returns its loss."""
     torch.manual_seed(0)
     model = GPT(config).to(x.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    forward = torch.compile(model) if compiled else model
-    return lambda mark=lambda: None: training_step(forward, optimizer, x, y, precision, mark)
+    model.loss_rows = LOSS_ROWS[x.device.type] if row.chunked else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=row.fused or None)
+    if row.compile:
+        model.compile()
+    return lambda mark=lambda: None: training_step(model, optimizer, x, y, row.precision, mark)
 
 
 def warm_up(step):
-    """The steps that are not counted."""
+    """The steps that are not counted; returns the last one's loss in nats a token."""
     for _ in range(WARMUP_STEPS):
-        step()
+        loss = step()
+    return loss.item()
 
 
-def step_seconds(steps, device, count):
-    """Median seconds of each of steps, functions by name, over count rounds, and of each of its phases.
+class Bench:
+    """A row in the process of its own that measures it: malloc's settings and the most memory held are a process's."""
 
-    Each round makes one step of every row, so that a machine whose speed drifts treats all rows alike. The phases come
-    from rounds of their own: on a GPU each phase is waited for, which a step that is timed whole is not.
+    def __init__(self, config, x, y, row):
+        self.config, self.batch, self.row, self.device = config, (x.cpu(), y.cpu()), row, x.device
+
+    def start(self):
+        """Build and warm up, in that process; returns the loss after it, and the memory that it took in GB."""
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")     # no processes beside the ones that are measured
+        if self.row.keep:
+            keep_memory()
+        before = peak_memory_gb(self.device)
+        Bench.step = staticmethod(new_step(self.config, *(t.to(self.device) for t in self.batch), self.row))
+        loss = warm_up(Bench.step)
+        Bench.device = self.device
+        return loss, peak_memory_gb(self.device) - before
+
+    @staticmethod
+    def seconds():
+        """One step's."""
+        synchronize(Bench.device)
+        start = time.perf_counter()
+        Bench.step()
+        synchronize(Bench.device)
+        return time.perf_counter() - start
+
+    @staticmethod
+    def phases():
+        """The seconds of one step's phases. On a GPU each is waited for, which a step that is timed whole is not."""
+        marks = []
+
+        def mark():
+            synchronize(Bench.device)
+            marks.append(time.perf_counter())
+
+        Bench.step(mark)
+        return [end - start for start, end in zip(marks, marks[1:])]
+
+
+def started(benches, pools):
+    """Start the benches, by name, each in its pool: ({name: (loss, GB)}, {name: why it cannot be measured})."""
+    warm, skipped = {}, {}
+    for name, bench in benches.items():
+        try:
+            warm[name] = pools[name].submit(bench.start).result()
+        except Exception as error:
+            skipped[name] = compile_failure(error) if bench.row.compile else None
+            if skipped[name] is None:
+                raise
+    return warm, skipped
+
+
+def step_seconds(ask, names, count):
+    """Median seconds of a step of each row, over count rounds, and of each of its phases, which come from rounds of their
+    own: {name: (seconds, {phase: seconds})}. ask(name, "seconds") and ask(name, "phases") make a step of a row.
+
+    Each round makes one step of every row, so that a machine whose speed drifts treats all rows alike.
     """
-    whole = {name: [] for name in steps}
-    phases = {name: {phase: [] for phase in PHASES} for name in steps}
-    marks = []
-
-    def mark():
-        synchronize(device)
-        marks.append(time.perf_counter())
-
-    for _ in range(count):
-        for name, step in steps.items():
-            marks.clear()
-            mark()
-            step()
-            mark()
-            whole[name].append(marks[1] - marks[0])
-    for _ in range(count):
-        for name, step in steps.items():
-            marks.clear()
-            step(mark)
-            for phase, start, end in zip(PHASES, marks, marks[1:]):
-                phases[name][phase].append(end - start)
-    return {name: (statistics.median(whole[name]), {p: statistics.median(t) for p, t in phases[name].items()}) for name in steps}
+    whole, phases = ([{name: ask(name, what) for name in names} for _ in range(count)] for what in ("seconds", "phases"))
+    return {name: (statistics.median(r[name] for r in whole),
+                   {phase: statistics.median(r[name][i] for r in phases) for i, phase in enumerate(PHASES)}) for name in names}
 
 
-def new_row(name, seconds, phases, flops, tokens, peak):
-    """A row of the table: flops and tokens are one step's, peak is in FLOP/s or None."""
+def measure(config, x, y, rows, count):
+    """Measure rows together: ({name: (seconds, phases)}, {name: (loss after warming up, GB)}, {name: why not})."""
+    with contextlib.ExitStack() as stack:
+        benches = {row.name: Bench(config, x, y, row) for row in rows}
+        pools = {name: stack.enter_context(worker_pool(torch.set_num_threads, torch.get_num_threads(), workers=1)) for name in benches}
+        warm, skipped = started(benches, pools)
+        return step_seconds(lambda name, what: pools[name].submit(getattr(Bench, what)).result(), list(warm), count), warm, skipped
+
+
+def new_row(name, seconds, phases, flops, tokens, peak, memory_gb, loss_differs):
+    """A row of the table: flops and tokens are one step's, peak is in FLOP/s or None; loss_differs, in nats, is how far the
+    row's loss is from the plain one's after the same steps."""
     return {"name": name, "ms": seconds * 1e3, "tokens_per_s": tokens / seconds, "flops_per_s": flops / seconds,
-            "mfu": flops / seconds / peak if peak else None, "phases_ms": {p: s * 1e3 for p, s in phases.items()}}
+            "mfu": flops / seconds / peak if peak else None, "memory_gb": memory_gb, "loss_differs": loss_differs,
+            "phases_ms": {p: s * 1e3 for p, s in phases.items()}}
 
 
 def why_bf16(peak, step_ratio):
@@ -149,9 +220,20 @@ def print_peaks(device, measured, sheet):
 def print_row(row):
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.0%}"
     split = " / ".join(f"{row['phases_ms'][phase]:.0f}" for phase in PHASES)
-    print(f"{row['name']:21s} {row['ms']:8.1f} ms  {row['tokens_per_s']:9,.0f}  {row['flops_per_s'] / 1e9:9.1f} GFLOP/s  {mfu:>5s}   {split} ms")
+    print(f"{row['name']:14s} {row['ms']:8.1f} ms  {row['tokens_per_s']:9,.0f}  {row['flops_per_s'] / 1e9:9.1f} GFLOP/s  {mfu:>5s}  "
+          f"{row['memory_gb']:6.2f} GB  {row['loss_differs']:8.0e}   {split} ms")
     if row["mfu"] is not None and row["mfu"] > 1:
         print(f"  warning: {row['name']} above 100% of the peak: the peak is not this device's, or was measured while it was busy")
+
+
+def print_best(rows):
+    """What the levers buy together."""
+    plain, by_name = rows[0], {row["name"]: row for row in rows}
+    for precision in ("fp32", "bf16"):
+        names = [row.name for row in ROWS if row.precision == precision and row.name in by_name]
+        best = max((by_name[name] for name in names), key=lambda row: row["flops_per_s"])
+        print(f"best in {precision}: {best['name']}, {plain['ms'] / best['ms']:.2f} times as fast as plain"
+              + (f", {best['mfu']:.0%} of the {precision} peak" if best["mfu"] else ""))
 
 
 def parse_args(argv):
@@ -159,8 +241,8 @@ def parse_args(argv):
     parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: cpu)")
     parser.add_argument("--batch", type=positive(int), default=16, metavar="N", help="sequences a step (default: 16)")
     parser.add_argument("--steps", type=positive(int), default=10, metavar="N", help="steps counted for each row (default: 10)")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave out the row that compiles")
-    parser.add_argument("--profile", action="store_true", help="write a timeline of the fp32 step to runs/speed-trace.json")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave out the rows that compile")
+    parser.add_argument("--profile", action="store_true", help="write a timeline of the plain step to runs/speed-trace.json")
     add_data_flag(parser)
     add_model_flags(parser)
     return parser.parse_args(argv)
@@ -184,29 +266,26 @@ def main(argv=None):
     sheet = {p: datasheet_peak(device, p) for p in DTYPES}
     peak = measured if device.type == "cpu" else sheet
     print_peaks(device, measured, sheet)
-    print(f"\n{'':21s} {'a step':>11s}  {'tokens/s':>9s}  {'achieved':>17s}    MFU   {' / '.join(PHASES)}")
-    steps, precisions, skipped = {}, {}, {}
-    for name, precision, compiled in ROWS[:None if args.compile else -1]:
-        try:
-            step = new_step(config, x, y, precision, compiled)
-            warm_up(step)
-        except Exception as error:
-            skipped[name] = compile_failure(error) if compiled else None
-            if skipped[name] is None:
-                raise
-            continue
-        steps[name], precisions[name] = step, precision
-    rows = [new_row(name, seconds, phases, flops, tokens, peak[precisions[name]])
-            for name, (seconds, phases) in step_seconds(steps, device, args.steps).items()]
+    print(f"\n{'':14s} {'a step':>11s}  {'tokens/s':>9s}  {'achieved':>17s}    MFU     memory  loss off   {' / '.join(PHASES)}")
+    rows = [row for row in ROWS if args.compile or not row.compile]
+    # On a CPU, whose speed drifts, all rows take turns; a GPU's memory is for one at a time.
+    results, warm, skipped = {}, {}, {}
+    for together in [rows] if device.type == "cpu" else [[row] for row in rows]:
+        for found, new in zip((results, warm, skipped), measure(config, x, y, together, args.steps)):
+            found.update(new)
+    rows = [new_row(row.name, *results[row.name], flops, tokens, peak[row.precision], warm[row.name][1], abs(warm[row.name][0] - warm["plain"][0]))
+            for row in rows if row.name in results]
     for row in rows:
         print_row(row)
     for name, reason in skipped.items():
-        print(f"{name:21s} not measured: {reason}")
-    print(f"\n{why_bf16(measured, rows[0]['ms'] / rows[1]['ms'])}")
+        print(f"{name:14s} not measured: {reason}")
+    print()
+    print_best(rows)
+    print(why_bf16(measured, rows[0]["ms"] / rows[1]["ms"]))
     save_results("speed", {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__,
                            "corpus": corpus.name, "peak": peak, "measured_peak": measured, "rows": rows, "skipped": skipped})
     if args.profile:
-        path, table = write_trace(new_step(config, x, y, "fp32", compiled=False), device)
+        path, table = write_trace(new_step(config, x, y, ROWS[0]), device)
         print(f"\n{table}\nwrote {path}: open it at https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing")
 
 

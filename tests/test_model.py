@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import budget
 from conftest import assert_one_line, free_port, run_script
 from grad_accum import saved_bytes
-from model import (REPORT_FAMILY, GPT, GPTConfig, Muon, Parser, UserError, add_model_flags, command, config_from, count, duration_text, plot, positive,
+from model import (REPORT_FAMILY, GPT, GPTConfig, Muon, Parser, UserError, add_model_flags, attend, command, config_from, count, duration_text, plot, positive,
                    rope_tables, rotate, save_results, size_text, written_whole)
 
 TINY = GPTConfig(vocab_size=97, n_layer=2, n_head=2, d_model=32, seq_len=16)
@@ -108,6 +108,83 @@ def test_loss_is_mean_cross_entropy_in_fp32():
     assert loss.item() == pytest.approx(math.log(97), rel=0.02)     # nothing learned yet
     targets[:, 3:] = -100
     assert model(idx, targets)[1].item() == pytest.approx(model(idx[:, :3], targets[:, :3])[1].item(), rel=1e-6)
+
+
+CHUNKED = pytest.mark.parametrize("changes", [{}, {**REPORT_FAMILY, "vocab_multiple": 32}], ids=["tied", "padded"])
+
+
+def losses_and_gradients(model, x, y):
+    model.zero_grad(set_to_none=True)
+    loss = model(x, y)[1]
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@CHUNKED
+@pytest.mark.parametrize("rows", [1, 7, 48, 1000])
+def test_the_loss_in_chunks_is_the_loss(changes, rows):
+    """In fp64 to the last places, in fp32 to rounding, whatever the chunks; targets of -100 are left out of both."""
+    x, y = tokens(), tokens(seed=2)
+    y[0, :5], y[2] = -100, -100
+    for dtype, close in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
+        model = tiny(**changes).to(dtype)
+        whole = losses_and_gradients(model, x, y)
+        model.loss_rows = rows
+        assert model(x, y)[0] is None and model(x)[:, :, 0].shape == x.shape
+        chunked = losses_and_gradients(model, x, y)
+        assert chunked[0].dtype == dtype and torch.allclose(chunked[0], whole[0], rtol=close)
+        for name, grad in whole[1].items():
+            assert (chunked[1][name] - grad).abs().max() <= close * grad.abs().max().clip(min=1e-3), name
+        with torch.no_grad():
+            assert torch.equal(model(x, y)[1], chunked[0])
+
+
+def test_the_loss_in_chunks_of_no_target_a_certain_one_and_a_hopeless_one():
+    model = tiny()
+    model.loss_rows = 5
+    assert model(tokens(), torch.full((3, 16), -100))[1].isnan()
+    with torch.no_grad():
+        model.norm.weight.mul_(1e5)     # losses of thousands of nats: the target's probability is zero in fp32
+    found = model(tokens(), tokens(seed=2))[1]
+    model.loss_rows = None
+    assert found.isfinite() and found > 100 and torch.allclose(found, model(tokens(), tokens(seed=2))[1], rtol=1e-5)
+
+
+def test_the_loss_in_chunks_under_autocast_is_bf16s():
+    """As near to the fp32 loss and gradients as the whole loss under autocast is, and it keeps no logits."""
+    x, y = tokens(8), tokens(8, seed=2)
+    exact = losses_and_gradients(tiny(), x, y)
+    found = {}
+    for rows in (None, 16):
+        model = tiny()
+        model.loss_rows = rows
+        with torch.autocast("cpu", torch.bfloat16):
+            found[rows] = losses_and_gradients(model, x, y)
+    assert found[16][0].dtype == torch.float32
+    for name, grad in exact[1].items():
+        errors = {rows: (found[rows][1][name] - grad).norm() / grad.norm() for rows in found}
+        assert errors[16] < 1.5 * errors[None] + 1e-3, name
+
+
+def test_the_loss_in_chunks_keeps_a_fraction_for_the_backward_pass():
+    config = GPTConfig(vocab_size=4096, n_layer=1, n_head=2, d_model=16, seq_len=64)
+    kept = {}
+    for rows in (None, 32):
+        model = GPT(config)
+        model.loss_rows = rows
+        x = tokens(4, 64)
+        kept[rows] = saved_bytes(model, x, x)
+    logits = 4 * 64 * 4096 * 4
+    assert kept[None] > logits and kept[32] < kept[None] - 0.7 * logits
+
+
+def test_attention_in_bf16_on_a_cpu_is_no_further_from_the_truth_than_torchs():
+    q, k, v = (torch.randn(2, 3, 20, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    half = [t.bfloat16() for t in (q, k, v)]
+    theirs = torch.nn.functional.scaled_dot_product_attention(*half, is_causal=True)
+    ours = attend(*half)
+    assert ours.dtype == torch.bfloat16 and (ours - exact).norm() <= 1.05 * (theirs - exact).norm()
 
 
 def test_initialisation():
