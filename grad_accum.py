@@ -15,13 +15,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from budget import keep_memory, machine
-from model import GPT, GPTConfig, Parser, UserError, check_runs, command, positive, save_results
+from model import IGNORED, GPT, GPTConfig, Parser, UserError, check_runs, command, positive, save_results
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 SEQUENCES, PARTS = 32, (2, 4, 8)
 TOLERANCE = 1e-6
 UNEQUAL = ((7, 1), (7, 0))              # valid targets in two micro-batches
-IGNORED = -100                          # the target that cross-entropy leaves out
 
 
 class AcrossSamples(nn.Module):

@@ -35,7 +35,7 @@ import torch
 from tqdm import tqdm
 
 from budget import bits_per_byte, cpu_count, from_launcher, keep_memory, launched, machine, pick_device, worker_pool
-from model import (EMBEDDING_LR, REPORT_FAMILY, RUNS, GPT, GPTConfig, Parser, UserError, check_runs, command, plain, plot, positive,
+from model import (EMBEDDING_LR, LOSS_ROWS, REPORT_FAMILY, RUNS, GPT, GPTConfig, Parser, UserError, check_runs, command, plain, plot, positive,
                    save_results, size_text, written_whole)
 from prepare_data import (add_data_flag, byte_corpus, load_corpus, printable, read_json, regular_file, sample_batch, stdlib_parts, step_positions,
                           write as write_tokens)
@@ -73,6 +73,7 @@ BUDGETS = {1e11: LADDER[:6], 4e11: LADDER[2:8], 1.6e12: LADDER[4:10]}
 # On a GPU the report's: depths, at each budget those with a reasonable number of tokens a parameter.
 REPORT_BUDGETS = {1e17: range(4, 8), 3e17: range(5, 11), 1e18: range(8, 15, 2)}
 REPORT_SEQUENCES, REPORT_MICRO_BATCH = 64, 16
+WIDE_VOCAB = 1024                       # from there on the loss in chunks is faster
 MUON_LR, WARMUP_STEPS, DECAY = 0.02, 1, 0.2
 LEAST_STEPS, VAL_WINDOWS, NORMS = 10, 1024, 6             # block matrices' norms are noted at each sixth of a run
 DURATION_SIZE, DURATIONS = (64, 3), (0.6e6, 1.2e6, 2.4e6, 4.8e6, 9.6e6)
@@ -131,6 +132,7 @@ def train(d_model, n_layer, corpus, batches, steps=STEPS, peak_lr=LEARNING_RATE,
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=corpus.vocab_size, d_model=d_model, n_layer=n_layer, n_head=d_model // HEAD_DIM, seq_len=SEQ_LEN)
     model = GPT(config).to(device)
+    model.loss_rows = LOSS_ROWS[device.type]
     generator, val_loss = torch.Generator().manual_seed(0), []
     evaluate_at = {steps * quarter // EVALUATIONS for quarter in range(1, EVALUATIONS + 1)}
     for done, loss in training(model, [model.adamw(peak_lr)], lambda step: sample_batch(corpus.train, SEQ_LEN, BATCH, generator),
@@ -495,6 +497,7 @@ class Experiment:
         """The model as it starts, and its optimizers: Muon of the blocks' matrices and AdamW of the embeddings, or AdamW of all."""
         torch.manual_seed(self.seed)
         model = GPT(self.config).to(device)
+        model.loss_rows = LOSS_ROWS[device.type] if self.config.vocab_size > WIDE_VOCAB else None
         muon = self.optimizer == "muon"
         return model, model.muon(self.lr, self.weight_decay, self.embedding_lr) if muon else [model.adamw(self.lr, self.weight_decay)]
 

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from model import (EMBEDDING_LR, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command,
+from model import (EMBEDDING_LR, LOSS_ROWS, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command,
                    config_from, count, duration_text, is_out_of_memory, locked, plot, positive, save_results, size_text, whole, written_whole)
 from prepare_data import add_data_flag, load_choices, load_corpus, load_tokenizer, step_positions
 
@@ -680,7 +680,7 @@ def run(args, device):
     prompt = args.sample and prompt_of(args.data, args.sample, config.vocab_size)
     torch.manual_seed(args.seed)        # the same model on every rank
     model = GPT(config)
-    model.recompute = args.recompute
+    model.recompute, model.loss_rows = args.recompute, LOSS_ROWS[device.type]
     flops, n_params = model.flops_per_token(), model.num_params()           # of all of it: fsdp leaves each rank its shard
     parallel = Parallel(model, args.strategy, device, args.compile)
     optimizers = model.muon(args.lr, args.weight_decay, args.embedding_lr) if args.optimizer == "muon" else [model.adamw(args.lr, args.weight_decay)]
