@@ -13,6 +13,7 @@ This is also the one place with hardware facts: the table of GPUs, and how a scr
 """
 import contextlib
 import ctypes
+import functools
 import gc
 import math
 import multiprocessing
@@ -37,7 +38,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from model import GPT, GPT2_VOCAB, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, count, positive, save_results, size_text
+from model import (GPT, GPT2_VOCAB, LOSS_ROWS, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, count, positive, save_results,
+                   size_text)
 
 TERA, GIGA = 1e12, 1e9
 SECONDS_PER_HOUR = 3600
@@ -47,7 +49,7 @@ CHAPTER_MFU = 0.4
 TOKENS_PER_PARAM = 20                   # Hoffmann and others 2022, arXiv:2203.15556, as the chapter rounds it
 STATE_BYTES = 16                        # a parameter: bf16 weight 2 and gradient 2; fp32 master weight, Adam's m and v, 12
 ACTIVATION_BYTES = 34                   # a layer, token and unit of width, no attention scores kept: arXiv:2205.05198
-LOGIT_BYTES = 2 + 4 + 4                 # a logit: bf16 from the matrix product, its fp32 copy for the loss, the gradient
+KEPT_FREE = 0.05                        # of a GPU's memory, for what its allocator splits and its libraries take
 PADDED_GPT2_VOCAB = 50_304              # GPT-2's 50,257 tokens, padded to a multiple of 128
 # The report's run: its two cards, what it measured on each, its batch, data, power, and the largest of its small runs.
 REPORT_GPU, REPORT_GPUS, REPORT_TFLOPS = "rtx-pro-6000-max-q", 2, 188
@@ -135,6 +137,89 @@ def datasheet_peak(device, precision):
     return gpu and gpu.peak(precision)
 
 
+# --- the memory of a run --------------------------------------------------------------------------------------------
+
+@functools.cache
+def counted(config):
+    """(parameters, those of the blocks' matrices, FLOPs a token, those of the blocks' forward pass) of a configuration."""
+    with torch.device("meta"):          # counted, not allocated
+        model = GPT(config)
+    matrices = sum(p.numel() for p in model.block_matrices().values())
+    forward = 2 * matrices + 4 * config.n_layer * config.seq_len * config.d_model
+    return model.num_params(), matrices, model.flops_per_token(), forward
+
+
+def training_memory(config, micro_batch, gpus=1, sharded=False, recompute=False, optimizer="adamw", device_type="cuda", accumulate=True,
+                    loss_rows=None):
+    """What train_gpu.py holds on each device when it holds most: a dict of bytes by name.
+
+    Counted tensor by tensor: what autograd saves in model.py's forward pass, bf16 under autocast on a GPU and fp32 on a CPU
+    (where RMSNorm's steps are saved one by one), and what one step holds beside it. Most is held at one of three moments:
+    in the loss, with all activations; with recompute, in the backward pass of the last block; at the end of the backward
+    pass, with all gradients. accumulate: a micro-batch before left its gradients. loss_rows: as in model.GPT; 0 for the
+    loss of all logits at once.
+    """
+    n_params, matrices, _, _ = counted(config)
+    tokens, C, V, L, H = micro_batch * config.seq_len, config.d_model, config.padded_vocab, config.n_layer, config.mlp_hidden
+    on_cpu = device_type == "cpu"
+    half, share = (4 if on_cpu else 2), (gpus if sharded else 1)
+    ends = n_params - matrices
+    held = {"parameters": 4 * n_params / share,
+            "optimizer states": (8 * n_params if optimizer == "adamw" else 8 * ends + 4 * matrices) / share}
+    if not on_cpu:                      # autocast's bf16 copies of the matrices; with fsdp two blocks and the ends, gathered
+        held["bf16 copies"] = 2 * (2 * matrices / L + ends) + 2 * (matrices / L + ends) if sharded else 2 * matrices
+    gradients = 4 * n_params / share
+
+    stream = 4 * C * (4 if on_cpu and config.gains else 2)                   # the block's input, and that of its MLP's norm, in fp32
+    attention = half * (3 + 3 + 3) * C + 4 * config.n_head                   # inputs of three matrices; q, k, v; rotated q, k, output
+    mlp = half * (4 if config.mlp == "swiglu" else 2) * H
+    block = tokens * (stream + attention + mlp)
+    inside_backward = tokens * half * 3 * H                                  # the widest gradients of one block
+    activations = (tokens * L * 4 * C if recompute else L * block) + tokens * 4 * C * (2 if on_cpu and config.gains else 1)
+    if loss_rows == 0:
+        loss = 12 * tokens * V          # logits, their softmax and its gradient, in fp32
+    else:                               # a chunk's logits and softmax; the matrix and its transpose, its gradient and a chunk's of it
+        rows = min(tokens, loss_rows or LOSS_ROWS[device_type])
+        loss = rows * V * (half + 4 + (0 if on_cpu else half)) + V * C * (8 + half * (1 if on_cpu else 3)) + 4 * tokens * C
+    moments = [{**held, "gradients": gradients * accumulate, "activations": activations, "loss": loss},
+               {**held, "gradients": gradients, "activations": block + tokens * 4 * C, "one block's gradients": inside_backward}]
+    if recompute:
+        moments.append({**held, "gradients": gradients if accumulate else 4 * V * C / share, "activations": activations + block,
+                        "one block's gradients": inside_backward})
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def largest_micro_batch(config, memory_gb, **options):
+    """The largest micro-batch whose training_memory, with these options, leaves KEPT_FREE of so many GB free; 0: none does."""
+    room = memory_gb * GIGA * (1 - KEPT_FREE)
+
+    def fits(micro_batch):
+        return sum(training_memory(config, micro_batch, **options).values()) <= room
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def ways_to_fit(config, memory_gb, gpus):
+    """Each way to train on so many GPUs, in the order of the FLOPs that a token takes: dicts with strategy, recompute, the
+    largest micro_batch (0: it does not fit), memory_gb of it and flops a token, which with recompute count the blocks' forward
+    pass twice."""
+    _, _, flops, forward = counted(config)
+    ways = []
+    for recompute in (False, True):
+        for strategy in ("ddp", "fsdp") if gpus > 1 else ("ddp",):
+            options = {"gpus": gpus, "sharded": strategy == "fsdp", "recompute": recompute}
+            micro_batch = largest_micro_batch(config, memory_gb, **options)
+            ways.append({"strategy": strategy, "recompute": recompute, "micro_batch": micro_batch, "flops": flops + forward * recompute,
+                         "memory_gb": sum(training_memory(config, max(1, micro_batch), **options).values()) / GIGA})
+    return ways
+
+
 # --- the arithmetic of a run ----------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
@@ -151,6 +236,7 @@ class Run:
     n_tokens: float | None = None       # None: 20 a parameter
     vocab_size: int = PADDED_GPT2_VOCAB
     recompute: bool = False             # each block's input is kept alone, and one block's inside made again at a time
+    config: GPTConfig | None = None     # None: the chapter's family, of these sizes
 
     @property
     def tokens(self):
@@ -180,25 +266,18 @@ class Run:
         bytes_a_unit = ACTIVATION_BYTES + 2 * self.n_layer if self.recompute else ACTIVATION_BYTES * self.n_layer
         return bytes_a_unit * self.seq_len * self.micro_batch * self.d_model / GIGA
 
-    def left_out(self, sharded=False):
-        """What that formula does not count, by name.
+    @property
+    def shape(self):
+        return self.config or GPTConfig(self.vocab_size, self.n_layer, 1, self.d_model, self.seq_len)
 
-        The logits; the widest temporaries of one layer's backward pass (the bf16 gradients of the MLP's two tensors
-        of width 4 d_model); and with several GPUs DDP's gradient buckets, a second copy of the bf16 gradients, or the
-        two layers that FSDP holds whole at once, weights and gradients, while it gathers one ahead.
-        """
-        tokens = self.seq_len * self.micro_batch
-        sizes = {"logits": LOGIT_BYTES * tokens * self.vocab_size,
-                 "one layer's temporaries": 2 * 2 * 4 * tokens * self.d_model}
-        if sharded and self.gpus > 1:
-            sizes["two gathered layers"] = 2 * (2 + 2) * self.n_params / self.n_layer
-        elif self.gpus > 1:
-            sizes["gradient buckets"] = 2 * self.n_params
-        return {what: size / GIGA for what, size in sizes.items()}
+    def measured_parts(self, sharded=False):
+        """training_memory of this shape in the chapter's family or its own, in GB."""
+        parts = training_memory(self.shape, self.micro_batch, self.gpus, sharded, self.recompute)
+        return {what: size / GIGA for what, size in parts.items()}
 
     def memory(self, sharded=False):
-        """All of the above together."""
-        return self.states(sharded) + self.activations + sum(self.left_out(sharded).values())
+        """All of them together."""
+        return sum(self.measured_parts(sharded).values())
 
     def strategy(self, memory_gb):
         """The simplest that fits in memory_gb: "ddp", "fsdp", or None."""
@@ -239,8 +318,22 @@ def fit_text(run, gpu):
     else:
         advice = f"needs FSDP (with DDP {run.memory():.1f} GB)"
     sharded = strategy != "ddp" and run.gpus > 1
-    beyond = ", ".join(f"{what} {size:.1f}" for what, size in run.left_out(sharded).items())
-    return f"{run.memory(sharded):.1f} of {gpu.memory_gb:g} GB, {advice}; in it, beyond the activation formula: {beyond} GB"
+    parts = ", ".join(f"{what} {size:.1f}" for what, size in run.measured_parts(sharded).items())
+    return f"{run.memory(sharded):.1f} of {gpu.memory_gb:g} GB, {advice}: as train_gpu.py holds it, {parts} GB"
+
+
+def print_ways(name, config, gpu, gpus):
+    """What --fit says: the largest micro-batch of each way to train, and the one that takes the fewest FLOPs; returns them."""
+    ways = ways_to_fit(config, gpu.memory_gb, gpus)
+    for way in ways:
+        way["name"] = ("DDP" if way["strategy"] == "ddp" else "FSDP") * (gpus > 1) or "one GPU"
+        way["name"] += ", --recompute" * way["recompute"]
+        found = f"micro-batch {way['micro_batch']:5d}" if way["micro_batch"] else "does not fit     "
+        print(f"{name}: {way['name']:20s}  {found}  {way['memory_gb']:7.1f} GB  {way['flops']:.3e} FLOPs a token")
+    fitting = [way for way in ways if way["micro_batch"]]
+    print(f"{name}: " + (f"fastest by its FLOPs: {fitting[0]['name']}, --micro-batch {fitting[0]['micro_batch']}" if fitting else
+                         "nothing fits: it takes more GPUs, or a smaller model or context"))
+    return ways
 
 
 def cost_text(run, hours, watts, price):
@@ -613,6 +706,7 @@ def parse_args(argv):
     parser.add_argument("--price", type=positive(float), metavar="X", help="of one GPU for one hour, in any currency")
     parser.add_argument("--watts", type=positive(float), metavar="X", help="of one GPU (default: its board power)")
     report = parser.add_argument_group("the report's family")
+    parser.add_argument("--fit", action="store_true", help="the largest micro-batch that fits, with and without recomputation and sharding")
     report.add_argument("--depth", type=positive(int, 1000), nargs="+", metavar="D", help="depths, side by side; the report's is 20")
     report.add_argument("--measured-tokens-per-s", type=positive(float), metavar="X",
                         help=f"of one depth, on all GPUs (default: what the report's MFU gives, on its GPU {REPORT_TFLOPS} TFLOP/s)")
@@ -632,6 +726,8 @@ def parse_args(argv):
         raise UserError("--measured-tokens-per-s and --mfu both set the rate; give one")
     if args.measured_tokens_per_s and len(args.depth or ()) != 1:
         raise UserError("--measured-tokens-per-s is one depth's: give --depth with one number")
+    if args.fit and args.params and not args.d_model:
+        raise UserError("--fit is of a model's shape: give --d-model and --n-layer, or --depth")
     args.any_run = any(getattr(args, name) is not None for name in (*about_a_model, "tokens", "gpus"))
     return args
 
@@ -673,10 +769,12 @@ def print_depths(args, gpu, peak):
     print_report(rows)
     for row in rows:
         run = Run(f"depth {row['layers']}", row["total"], gpus, row["width"], row["layers"], REPORT_SEQ_LEN, REPORT_MICRO_BATCH, row["tokens"],
-                  recompute=args.recompute)
+                  recompute=args.recompute, config=GPTConfig.from_depth(row["layers"]))
         print(f"{run.name}: {fit_text(run, gpu)}; MFU {row['TFLOP/s a GPU'] * TERA / peak:.0%}")
         print(f"{run.name}: the report's law, L = {REPORT_E:g} + A/N^{REPORT_ALPHA:g} + B/D^{REPORT_BETA:g}, forecasts "
               f"{report_law(row['N'], row['tokens']):.3f} bits a byte")
+        if args.fit:
+            row["fit"] = print_ways(run.name, run.config, gpu, gpus)
     print(f"{sweep_text()}; {REPORT_TOLD}")
     return rows
 
@@ -695,8 +793,9 @@ def print_runs(args, gpu, peak):
                      "gpu_hours": hours * r.gpus, "kwh": hours * r.gpus * watts / 1000, "cost": args.price and hours * r.gpus * args.price,
                      "states_ddp_gb": r.states(), "states_fsdp_gb": r.states(sharded=True), "strategy": strategy,
                      "activations_gb": r.activations if r.has_shape else None,
-                     "left_out_gb": r.left_out(strategy != "ddp") if r.has_shape else None,
-                     "memory_gb": r.memory(strategy != "ddp") if r.has_shape else None})
+                     "memory_parts_gb": r.measured_parts(strategy != "ddp") if r.has_shape else None,
+                     "memory_gb": r.memory(strategy != "ddp") if r.has_shape else None,
+                     "fit": print_ways(r.name, r.shape, gpu, r.gpus) if args.fit and r.has_shape else None})
     return rows
 
 

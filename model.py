@@ -241,6 +241,7 @@ class ChunkedLoss(torch.autograd.Function):
                     p, share = p.to(dtype), used.to(wide) / n
                     grad_x.append(product(p, w_t) * share)
                     grad_w += product((h * share).to(dtype).t(), p.t()).to(wide)
+                del logits, p           # before the next chunk's
         if grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_w.t())
         return loss

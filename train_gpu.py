@@ -28,9 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from budget import (CHAPTER_MFU, REPORT_MICRO_BATCH, REPORT_SEQ_LEN, REPORT_TOKENS, REPORT_TOKENS_A_STEP, Run, compile_failure, data_parallel,
+from budget import (CHAPTER_MFU, GIGA, REPORT_MICRO_BATCH, REPORT_SEQ_LEN, REPORT_TOKENS, REPORT_TOKENS_A_STEP, compile_failure, data_parallel,
                     datasheet_peak, first_on_rank_0, is_lost_peer, keep_memory, machine, on_rank_0, peak_memory_gb, pick_device,
-                    process_group, same_on_all_ranks, shares, synchronize)
+                    process_group, same_on_all_ranks, shares, synchronize, training_memory)
 
 import numpy as np
 import torch
@@ -524,18 +524,18 @@ class Progress:
                 f"{self.rate_text()}  data wait {wait}")
 
 
-def plan_text(args, flops, corpus, cost, steps, seconds, world):
+def plan_text(args, config, n_params, flops, corpus, steps, seconds, gigabytes, world):
     """What will run, as a text: the model (flops a token), the batch, the data, and the forecast of time (seconds, or
     None) and memory."""
-    tokens_a_step = args.global_batch * cost.seq_len
+    tokens_a_step = args.global_batch * config.seq_len
     total = steps * tokens_a_step
     time_text = "time n/a (no peak is known for this device)" if seconds is None else f"{duration_text(seconds)} at {CHAPTER_MFU:.0%} MFU"
     return "\n".join((
-        f"model: {cost.n_params:,} parameters, {flops / 1e6:,.1f} MFLOP a token",
-        f"batch: {tokens_a_step:,} tokens a step = {args.global_batch} sequences of {cost.seq_len}: micro-batch {args.micro_batch} "
+        f"model: {n_params:,} parameters, {flops / 1e6:,.1f} MFLOP a token",
+        f"batch: {tokens_a_step:,} tokens a step = {args.global_batch} sequences of {config.seq_len}: micro-batch {args.micro_batch} "
         f"x {args.global_batch // args.micro_batch // world} accumulated x {world} processes ({args.strategy})",
         f"data: {size_text(total)} tokens in {steps:,} steps, {total / len(corpus.train):.1f} times through the training part",
-        f"forecast: {time_text}, {cost.memory(args.strategy == 'fsdp'):.2f} GB a device (states, activations, logits)"))
+        f"forecast: {time_text}, {gigabytes:.2f} GB a device (states, activations, loss)"))
 
 
 def write_curve(log, path, title):
@@ -678,6 +678,7 @@ def run(args, device):
     args.questions = load_choices(args.choices, args.data, config) if args.choices else []
     say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}")
     prompt = args.sample and prompt_of(args.data, args.sample, config.vocab_size)
+    loaded = peak_memory_gb(device)     # Python and torch themselves, on a CPU
     torch.manual_seed(args.seed)        # the same model on every rank
     model = GPT(config)
     model.recompute, model.loss_rows = args.recompute, LOSS_ROWS[device.type]
@@ -691,24 +692,24 @@ def run(args, device):
     log = Log(args.out / "log.jsonl", first_step)
 
     peak, tokens_a_step = datasheet_peak(device, "bf16"), args.global_batch * config.seq_len
-    cost = Run("", n_params, world, config.d_model, config.n_layer, config.seq_len, args.micro_batch, args.steps * tokens_a_step,
-               config.vocab_size, args.recompute)
+    gigabytes = loaded + sum(training_memory(config, args.micro_batch, world, args.strategy == "fsdp", args.recompute, args.optimizer, device.type,
+                                    args.global_batch > args.micro_batch * world).values()) / GIGA
     steps = max(0, last_step(args) - first_step)
     forecast = steps * tokens_a_step * flops / (world * peak * CHAPTER_MFU) if peak else None
-    say(plan_text(args, flops, corpus, cost, steps, forecast, world))
+    say(plan_text(args, config, n_params, flops, corpus, steps, forecast, gigabytes, world))
     progress = Progress(tokens_a_step, flops, peak and world * peak, device)
     with noted_signals() as noted:
         step, stopped = train(args, corpus, parallel, optimizers, checkpoints, log, first_step, progress, noted)
     say(f"{'stopped by ' + stopped.name if stopped else 'done'} at step {step}: {duration_text(progress.seconds)} in timed steps of "
         f"{duration_text(time.perf_counter() - started)} (forecast {duration_text(forecast)}), "
-        f"{progress.rate_text()} (forecast {cost.memory(args.strategy == 'fsdp'):.2f} GB)")
+        f"{progress.rate_text()} (forecast {gigabytes:.2f} GB)")
     if stopped:
         say(f"saved; go on with --resume --out {args.out}")
         return stopped
     on_rank_0(lambda: leave_results(args, corpus, log, {
         "world": world, "params": n_params, "step": step, "tokens_per_s": progress.rate(), "mfu": progress.mfu(),
         "data_wait": progress.waited / progress.seconds if progress.seconds else None, "seconds": progress.seconds, "forecast_seconds": forecast,
-        "peak_memory_gb": peak_memory_gb(device), "forecast_gb": cost.memory(args.strategy == "fsdp")}))
+        "peak_memory_gb": peak_memory_gb(device), "forecast_gb": gigabytes}))
     if prompt:
         say(sample(parallel, *prompt))
     return None

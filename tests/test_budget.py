@@ -1,16 +1,24 @@
 """budget.py: the chapter's table digit for digit, the GPU table, and how scripts meet their machine."""
 import json
 import math
+import os
+import subprocess
+import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import budget
 from budget import CHAPTER_RUNS, GPUS, Run, find_gpu, keep_memory, main, new_name, pick_device
-from model import UserError
+from conftest import ROOT
+from grad_accum import saved_bytes
+from model import GPT, LOSS_ROWS, REPORT_FAMILY, GPTConfig, UserError
 
 H100 = find_gpu("h100")
 
@@ -124,11 +132,149 @@ def test_more_parameters_than_int64_has_flops_for(capsys):
     assert json.load(open("runs/budget.json"))["rows"][0]["flops"] == pytest.approx(6 * 1e13 * 2e14)
 
 
-def test_what_the_activation_formula_leaves_out():
-    one, eight = CHAPTER_RUNS[0].left_out(), CHAPTER_RUNS[1].left_out()
-    assert one["logits"] == pytest.approx(10 * 16 * 1024 * 50304 / 1e9) and "gradient buckets" not in one
-    assert eight["gradient buckets"] == pytest.approx(2.6)
-    assert "two gathered layers" in CHAPTER_RUNS[2].left_out(sharded=True)
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors' storages that are alive: the most at once is in peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.peak, self.alive = 0, 0, set()
+
+    def gone(self, key, size):
+        self.alive.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.alive:
+                self.alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        return out
+
+
+def train_two_steps(config, micro_batch, optimizer, loss_rows, accumulate, recompute):
+    """As train_gpu.py does, on a CPU."""
+    model = GPT(config)
+    model.loss_rows, model.recompute = loss_rows, recompute
+    optimizers = model.muon(0.02) if optimizer == "muon" else [model.adamw(1e-3)]
+    x = torch.randint(0, config.vocab_size, (micro_batch, config.seq_len))
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        for _ in range(2 if accumulate else 1):
+            model(x, x)[1].backward()
+        for o in optimizers:
+            o.step()
+
+
+CHAPTERS, REPORTS = {}, REPORT_FAMILY
+MEMORY_CASES = (        # family, d_model, n_layer, seq_len, vocabulary, micro-batch, optimizer, loss_rows, accumulate, recompute
+    (CHAPTERS, 128, 4, 128, 8192, 16, "adamw", 512, False, False), (CHAPTERS, 128, 4, 128, 8192, 4, "adamw", 512, True, False),
+    (CHAPTERS, 128, 4, 128, 8192, 16, "adamw", 0, False, False), (CHAPTERS, 256, 4, 256, 8192, 8, "adamw", 512, True, False),
+    (CHAPTERS, 256, 8, 256, 1000, 4, "adamw", 512, False, True), (CHAPTERS, 512, 4, 64, 1000, 1, "adamw", 512, False, False),
+    (REPORTS, 256, 6, 256, 8192, 4, "muon", 512, False, False), (REPORTS, 256, 6, 256, 8192, 8, "muon", 512, True, True),
+    (REPORTS, 128, 2, 128, 50257, 16, "adamw", 512, False, False), (REPORTS, 256, 4, 128, 257, 16, "muon", 512, True, False))
+
+
+@pytest.mark.parametrize("case", MEMORY_CASES, ids=range(len(MEMORY_CASES)))
+def test_the_memory_of_a_run_is_what_its_tensors_take(case):
+    """Within a tenth of every tensor counted, over both families, micro-batches, optimizers, accumulation and recomputation."""
+    family, d_model, n_layer, seq_len, vocab_size, micro_batch, optimizer, loss_rows, accumulate, recompute = case
+    config = GPTConfig(vocab_size, n_layer, d_model // 64, d_model, seq_len, **family)
+    with Live() as live:
+        train_two_steps(config, micro_batch, optimizer, loss_rows or None, accumulate, recompute)
+    parts = budget.training_memory(config, micro_batch, optimizer=optimizer, device_type="cpu", accumulate=accumulate, recompute=recompute,
+                                   loss_rows=loss_rows)
+    assert sum(parts.values()) == pytest.approx(live.peak, rel=0.1), parts
+
+
+@pytest.mark.parametrize("family", [CHAPTERS, REPORTS], ids=["chapter's", "report's"])
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_the_activations_are_what_autograd_saves(family, micro_batch):
+    config = GPTConfig(512, 6, 4, 128, 128, **family)
+    model = GPT(config)
+    model.loss_rows = 512
+    x = torch.randint(0, 512, (micro_batch, 128))
+    loss_saves = 4 * 128 * (config.padded_vocab + x.numel())        # the gradients that ChunkedLoss has made
+    activations = budget.training_memory(config, micro_batch, device_type="cpu", loss_rows=512)["activations"]
+    assert activations == pytest.approx(saved_bytes(model, x, x) - loss_saves, rel=0.02)
+
+
+RESIDENT = """
+import sys; sys.path.insert(0, {tests!r})
+import gc, test_budget as t
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))
+t.train_two_steps(t.GPTConfig(512, 2, 2, 64, 64, **t.REPORT_FAMILY), 2, "muon", 64, True, True)      # what libraries load once
+gc.collect()
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+t.train_two_steps(t.GPTConfig(8192, 6, 4, 256, 256, **{family!r}), 16, "adamw", 512, {accumulate}, {recompute})
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+@pytest.mark.parametrize("family, accumulate, recompute", [
+    (CHAPTERS, False, False), pytest.param(CHAPTERS, True, True, marks=pytest.mark.slow), pytest.param(REPORTS, True, False, marks=pytest.mark.slow)],
+    ids=["chapter's", "recomputed", "report's"])
+def test_the_memory_of_a_run_is_what_its_process_takes(family, accumulate, recompute):
+    """Resident memory, of a malloc that is told to give back what is freed: within a tenth."""
+    returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+    code = RESIDENT.format(tests=str(ROOT / "tests"), family=family, accumulate=accumulate, recompute=recompute)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **returned})
+    parts = budget.training_memory(GPTConfig(8192, 6, 4, 256, 256, **family), 16, device_type="cpu", accumulate=accumulate, recompute=recompute)
+    assert sum(parts.values()) == pytest.approx(int(done.stdout), rel=0.1), (parts, done.stderr)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", [CHAPTERS, REPORTS], ids=["chapter's", "report's"])
+@pytest.mark.parametrize("micro_batch, recompute", [(4, False), (16, False), (16, True)])
+def test_the_memory_of_a_run_is_what_a_gpu_allocates(family, micro_batch, recompute):
+    config = GPTConfig(50257, 12, 6, 768, 1024, **family)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.device("cuda"), torch.autocast("cuda", torch.bfloat16):
+        train_two_steps(config, micro_batch, "adamw", LOSS_ROWS["cuda"], True, recompute)
+    parts = budget.training_memory(config, micro_batch, recompute=recompute)
+    assert sum(parts.values()) == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.1), parts
+
+
+def test_sharded_over_many_gpus_the_states_vanish_and_the_activations_stay():
+    config = GPTConfig.from_depth(20)
+    alone, sharded = budget.training_memory(config, 16), budget.training_memory(config, 16, gpus=1000, sharded=True)
+    for what in ("parameters", "optimizer states", "gradients"):
+        assert sharded[what] == pytest.approx(alone[what] / 1000)
+    assert sharded["activations"] == alone["activations"] and budget.training_memory(config, 16, gpus=1000) == alone
+    assert alone["parameters"] + alone["gradients"] + alone["optimizer states"] == pytest.approx(16 * 522e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("memory_gb", [20, 80, 141])
+def test_the_largest_micro_batch_fits_and_the_next_does_not(memory_gb):
+    config, room = GPTConfig.from_depth(12), memory_gb * 1e9 * 0.95
+    for options in ({}, {"recompute": True}, {"gpus": 8, "sharded": True}):
+        found = budget.largest_micro_batch(config, memory_gb, **options)
+        assert sum(budget.training_memory(config, found, **options).values()) <= room
+        assert sum(budget.training_memory(config, found + 1, **options).values()) > room
+    assert budget.largest_micro_batch(config, 1) == 0
+
+
+def test_fit_says_what_fits_and_what_takes_the_fewest_flops(capsys):
+    main(["--depth", "20", "--fit"])
+    ways = json.load(open("runs/budget.json"))["rows"][0]["fit"]
+    assert [(way["strategy"], way["recompute"]) for way in ways] == [("ddp", False), ("fsdp", False), ("ddp", True), ("fsdp", True)]
+    plain, _, recomputed, sharded = (way["micro_batch"] for way in ways)
+    assert plain < recomputed < sharded and f"fastest by its FLOPs: DDP, --micro-batch {plain}" in capsys.readouterr().out
+    assert ways[0]["flops"] == pytest.approx(3.375e9, rel=1e-3) and ways[2]["flops"] - ways[0]["flops"] == 2 * 393_216_000 + 4 * 20 * 2048 * 1280
+    main(["--fit"])
+    out = capsys.readouterr().out
+    assert "7B: DDP " in out and "does not fit" in out and "7B: fastest by its FLOPs: FSDP" in out and "124M (GPT-2): one GPU" in out
+    main(["--depth", "60", "--gpu", "t4", "--fit"])
+    assert "nothing fits" in capsys.readouterr().out
 
 
 def test_gpus_are_matched_exactly_never_by_a_part_of_the_name():
@@ -170,6 +316,7 @@ def test_recomputing_keeps_one_layer_and_the_inputs_of_the_others():
 
 
 @pytest.mark.parametrize("argv, words", [
+    (["--fit", "--params", "1B"], "--d-model and --n-layer"),
     (["--gpu", "a4"], "--gpu a4"), (["--params", "0"], "--params"), (["--params", "-1B"], "--params"), (["--params", "many"], "--params"),
     (["--params", "inf"], "--params"), (["--params", ""], "--params"), (["--params", "B"], "--params"), (["--gpus", "0"], "--gpus"), (["--gpus", "8"], "which model"),
     (["--mfu", "40", "--params", "1B"], "share of the peak"), (["--mfu", "0"], "--mfu"), (["--d-model", "64"], "--n-layer"),
