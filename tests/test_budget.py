@@ -217,9 +217,9 @@ print(status("VmHWM") - before)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
-@pytest.mark.parametrize("family, accumulate, recompute", [
-    (CHAPTERS, False, False), pytest.param(CHAPTERS, True, True, marks=pytest.mark.slow), pytest.param(REPORTS, True, False, marks=pytest.mark.slow)],
-    ids=["chapter's", "recomputed", "report's"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family, accumulate, recompute", [(CHAPTERS, False, False), (CHAPTERS, True, True), (REPORTS, True, False)],
+                         ids=["chapter's", "recomputed", "report's"])
 def test_the_memory_of_a_run_is_what_its_process_takes(family, accumulate, recompute):
     """Resident memory, of a malloc that is told to give back what is freed: within a tenth."""
     returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}

@@ -22,7 +22,7 @@ def small_peaks(monkeypatch):
 
 def test_rows_are_consistent_with_each_other(capsys):
     save_tokens()
-    main([*SMALL, "--no-compile"])
+    main([*SMALL, "--no-compile", "--profile"])
     results = json.load(open("runs/speed.json"))
     assert {"device", "threads", "peak", "rows"} <= results.keys() and results["peak"].keys() == {"fp32", "bf16"}
     flops_per_token = 6 * (512 * 32 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32) + 12 * 16 * 32
@@ -35,6 +35,7 @@ def test_rows_are_consistent_with_each_other(capsys):
         assert row["loss_differs"] < (1e-5 if precision == "fp32" else 0.1)
     out = capsys.readouterr().out
     assert out.startswith("corpus: test") and "best in fp32: " in out and "best in bf16: bf16 alone" in out
+    assert json.load(open("runs/speed-trace.json"))["traceEvents"] and "perfetto" in out
 
 
 def test_the_median_of_the_counted_steps_in_turn():
@@ -95,6 +96,7 @@ def test_the_sentence_on_bf16_follows_from_the_measurements(products, step, word
     assert words in sentence and f"{products:.2f} times" in sentence and f"{step:.2f} times" in sentence
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_other_rows_run(tmp_path):
     save_tokens()
     done = run_script("speed.py", *SMALL, env={"PATH": str(tmp_path), "CXX": "g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
@@ -128,12 +130,6 @@ def test_with_a_compile_cache_that_cannot_be_written_the_other_rows_run():
 
 def test_a_fault_that_is_not_the_compilers_is_not_taken_for_it():
     assert compile_failure(RuntimeError("InvalidCxxCompiler")) is None
-
-
-def test_the_trace(capsys):
-    save_tokens()
-    main([*SMALL, "--no-compile", "--profile"])
-    assert json.load(open("runs/speed-trace.json"))["traceEvents"] and "perfetto" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, words", [
