@@ -13,7 +13,6 @@ This is also the one place with hardware facts: the table of GPUs, and how a scr
 """
 import contextlib
 import ctypes
-import functools
 import gc
 import math
 import multiprocessing
@@ -38,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from model import (GPT, GPT2_VOCAB, LOSS_ROWS, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, count, positive, save_results,
+from model import (GPT2_VOCAB, LOSS_ROWS, GPTConfig, Parser, UserError, add_model_flags, check_runs, command, count, outline, positive, save_results,
                    size_text)
 
 TERA, GIGA = 1e12, 1e9
@@ -139,27 +138,23 @@ def datasheet_peak(device, precision):
 
 # --- the memory of a run --------------------------------------------------------------------------------------------
 
-@functools.cache
-def counted(config):
-    """(parameters, those of the blocks' matrices, FLOPs a token, those of the blocks' forward pass) of a configuration."""
-    with torch.device("meta"):          # counted, not allocated
-        model = GPT(config)
-    matrices = sum(p.numel() for p in model.block_matrices().values())
-    forward = 2 * matrices + 4 * config.n_layer * config.seq_len * config.d_model
-    return model.num_params(), matrices, model.flops_per_token(), forward
+def in_block_matrices(model):
+    """The parameters of a GPT's block matrices."""
+    return sum(p.numel() for p in model.block_matrices().values())
 
 
 def training_memory(config, micro_batch, gpus=1, sharded=False, recompute=False, optimizer="adamw", device_type="cuda", accumulate=True,
-                    loss_rows=None):
+                    all_logits=False):
     """What train_gpu.py holds on each device when it holds most: a dict of bytes by name.
 
     Counted tensor by tensor: what autograd saves in model.py's forward pass, bf16 under autocast on a GPU and fp32 on a CPU
     (where RMSNorm's steps are saved one by one), and what one step holds beside it. Most is held at one of three moments:
     in the loss, with all activations; with recompute, in the backward pass of the last block; at the end of the backward
-    pass, with all gradients. accumulate: a micro-batch before left its gradients. loss_rows: as in model.GPT; 0 for the
-    loss of all logits at once.
+    pass, with all gradients. accumulate: a micro-batch before left its gradients. all_logits: the loss is
+    not taken in chunks.
     """
-    n_params, matrices, _, _ = counted(config)
+    model = outline(config)
+    n_params, matrices = model.num_params(), in_block_matrices(model)
     tokens, C, V, L, H = micro_batch * config.seq_len, config.d_model, config.padded_vocab, config.n_layer, config.mlp_hidden
     on_cpu = device_type == "cpu"
     half, share = (4 if on_cpu else 2), (gpus if sharded else 1)
@@ -176,10 +171,10 @@ def training_memory(config, micro_batch, gpus=1, sharded=False, recompute=False,
     block = tokens * (stream + attention + mlp)
     inside_backward = tokens * half * 3 * H                                  # the widest gradients of one block
     activations = (tokens * L * 4 * C if recompute else L * block) + tokens * 4 * C * (2 if on_cpu and config.gains else 1)
-    if loss_rows == 0:
+    if all_logits:
         loss = 12 * tokens * V          # logits, their softmax and its gradient, in fp32
     else:                               # a chunk's logits and softmax; the matrix and its transpose, its gradient and a chunk's of it
-        rows = min(tokens, loss_rows or LOSS_ROWS[device_type])
+        rows = min(tokens, LOSS_ROWS[device_type])
         loss = rows * V * (half + 4 + (0 if on_cpu else half)) + V * C * (8 + half * (1 if on_cpu else 3)) + 4 * tokens * C
     moments = [{**held, "gradients": gradients * accumulate, "activations": activations, "loss": loss},
                {**held, "gradients": gradients, "activations": block + tokens * 4 * C, "one block's gradients": inside_backward}]
@@ -209,13 +204,13 @@ def ways_to_fit(config, memory_gb, gpus):
     """Each way to train on so many GPUs, in the order of the FLOPs that a token takes: dicts with strategy, recompute, the
     largest micro_batch (0: it does not fit), memory_gb of it and flops a token, which with recompute count the blocks' forward
     pass twice."""
-    _, _, flops, forward = counted(config)
-    ways = []
+    model, ways = outline(config), []
+    again = 2 * in_block_matrices(model) + 4 * config.n_layer * config.seq_len * config.d_model      # the blocks' forward pass, a token
     for recompute in (False, True):
         for strategy in ("ddp", "fsdp") if gpus > 1 else ("ddp",):
             options = {"gpus": gpus, "sharded": strategy == "fsdp", "recompute": recompute}
             micro_batch = largest_micro_batch(config, memory_gb, **options)
-            ways.append({"strategy": strategy, "recompute": recompute, "micro_batch": micro_batch, "flops": flops + forward * recompute,
+            ways.append({"strategy": strategy, "recompute": recompute, "micro_batch": micro_batch, "flops": model.flops_per_token() + again * recompute,
                          "memory_gb": sum(training_memory(config, max(1, micro_batch), **options).values()) / GIGA})
     return ways
 
@@ -268,16 +263,17 @@ class Run:
 
     @property
     def shape(self):
+        """Its configuration, one head where none is known: heads change little of the memory."""
         return self.config or GPTConfig(self.vocab_size, self.n_layer, 1, self.d_model, self.seq_len)
 
-    def measured_parts(self, sharded=False):
+    def memory_parts(self, sharded=False):
         """training_memory of this shape in the chapter's family or its own, in GB."""
         parts = training_memory(self.shape, self.micro_batch, self.gpus, sharded, self.recompute)
         return {what: size / GIGA for what, size in parts.items()}
 
     def memory(self, sharded=False):
         """All of them together."""
-        return sum(self.measured_parts(sharded).values())
+        return sum(self.memory_parts(sharded).values())
 
     def strategy(self, memory_gb):
         """The simplest that fits in memory_gb: "ddp", "fsdp", or None."""
@@ -318,7 +314,7 @@ def fit_text(run, gpu):
     else:
         advice = f"needs FSDP (with DDP {run.memory():.1f} GB)"
     sharded = strategy != "ddp" and run.gpus > 1
-    parts = ", ".join(f"{what} {size:.1f}" for what, size in run.measured_parts(sharded).items())
+    parts = ", ".join(f"{what} {size:.1f}" for what, size in run.memory_parts(sharded).items())
     return f"{run.memory(sharded):.1f} of {gpu.memory_gb:g} GB, {advice}: as train_gpu.py holds it, {parts} GB"
 
 
@@ -347,8 +343,7 @@ def report_row(depth, tokens, gpus, rate, flops_a_gpu, watts, kwh_price, price, 
     """The report's quantities for one depth, by the names they are printed under. tokens None: the report's number of
     whole steps; rate in tokens/s, None: what flops_a_gpu, FLOP/s that each GPU achieves, gives."""
     config = GPTConfig.from_depth(depth)
-    with torch.device("meta"):          # counted, not allocated
-        model = GPT(config)
+    model = outline(config)
     flops, n = model.flops_per_token(), model.num_compute_params()
     steps = int((tokens or REPORT_TOKENS) // REPORT_TOKENS_A_STEP)
     if not steps:
@@ -357,7 +352,7 @@ def report_row(depth, tokens, gpus, rate, flops_a_gpu, watts, kwh_price, price, 
     rate = rate or flops_a_gpu * gpus / flops
     hours = tokens / rate / SECONDS_PER_HOUR
     kwh = gpus * watts * hours / 1000
-    return {"layers": depth, "width": config.d_model, "heads": config.n_head, "blocks": sum(p.numel() for p in model.blocks.parameters()),
+    return {"layers": depth, "width": config.d_model, "heads": config.n_head, "blocks": in_block_matrices(model),
             "each embedding": model.embedding.weight.numel(), "N": n, "total": model.num_params(), "FLOPs a token": flops,
             "tokens a step": REPORT_TOKENS_A_STEP, "steps": steps, "tokens": tokens, "tokens a parameter": tokens / n,
             "FLOPs": flops * tokens, "times the sweep": flops * tokens / sweep, "tokens/s": rate, "hours": hours,
@@ -745,8 +740,7 @@ def run_from(args):
     if n_params is None:
         if not args.d_model:
             raise UserError("which model? give --params, or --d-model and --n-layer")
-        with torch.device("meta"):      # counted, not allocated
-            n_params = GPT(config).num_params()
+        n_params = outline(config).num_params()
     n_tokens = args.tokens or (args.tokens_per_param and args.tokens_per_param * n_params)
     return Run(size_text(n_params), n_params, n_tokens=n_tokens, recompute=args.recompute, **given)
 
@@ -793,7 +787,7 @@ def print_runs(args, gpu, peak):
                      "gpu_hours": hours * r.gpus, "kwh": hours * r.gpus * watts / 1000, "cost": args.price and hours * r.gpus * args.price,
                      "states_ddp_gb": r.states(), "states_fsdp_gb": r.states(sharded=True), "strategy": strategy,
                      "activations_gb": r.activations if r.has_shape else None,
-                     "memory_parts_gb": r.measured_parts(strategy != "ddp") if r.has_shape else None,
+                     "memory_parts_gb": r.memory_parts(strategy != "ddp") if r.has_shape else None,
                      "memory_gb": r.memory(strategy != "ddp") if r.has_shape else None,
                      "fit": print_ways(r.name, r.shape, gpu, r.gpus) if args.fit and r.has_shape else None})
     return rows

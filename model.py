@@ -419,6 +419,13 @@ class GPT(nn.Module):
         return (log_p * ((place >= len(context)) & (place < ends))).sum(dim=-1)
 
 
+@functools.cache
+def outline(config):
+    """A GPT of a configuration whose tensors are sizes alone, on torch's meta device: to be counted, not run."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
 class Muon(torch.optim.Muon):
     """torch.optim.Muon (Jordan 2024), also on matrices whose rows fully_shard has spread over the ranks.
 

@@ -35,8 +35,8 @@ import torch
 from tqdm import tqdm
 
 from budget import bits_per_byte, cpu_count, from_launcher, keep_memory, launched, machine, pick_device, worker_pool
-from model import (EMBEDDING_LR, LOSS_ROWS, REPORT_FAMILY, RUNS, GPT, GPTConfig, Parser, UserError, check_runs, command, plain, plot, positive,
-                   save_results, size_text, written_whole)
+from model import (EMBEDDING_LR, LOSS_ROWS, REPORT_FAMILY, RUNS, GPT, GPTConfig, Parser, UserError, check_runs, command, outline, plain, plot,
+                   positive, save_results, size_text, written_whole)
 from prepare_data import (add_data_flag, byte_corpus, load_corpus, printable, read_json, regular_file, sample_batch, stdlib_parts, step_positions,
                           write as write_tokens)
 from train_gpu import learning_rate, matrix_sizes, set_learning_rate
@@ -506,11 +506,9 @@ class Experiment:
         return learning_rate(step, self.steps, 1.0, WARMUP_STEPS, self.schedule, DECAY)
 
 
-@functools.cache
 def counted(config):
     """(N, FLOPs a token) of a configuration: N as the report counts it, blocks and output matrix."""
-    with torch.device("meta"):
-        model = GPT(config)
+    model = outline(config)
     return model.num_compute_params(), model.flops_per_token()
 
 

@@ -21,7 +21,7 @@ import torch
 
 from budget import (TERA, compile_failure, datasheet_peak, device_name, keep_memory, machine, peak_memory_gb, pick_device, synchronize,
                     worker_pool)
-from model import LOSS_ROWS, RUNS, GPT, Parser, add_model_flags, check_runs, command, config_from, positive, save_results, written_whole
+from model import LOSS_ROWS, RUNS, GPT, Parser, add_model_flags, check_runs, command, config_from, outline, positive, save_results, written_whole
 from prepare_data import add_data_flag, load_corpus, sample_batch
 
 WARMUP_STEPS = 3                        # the first steps allocate, and compile
@@ -258,8 +258,7 @@ def main(argv=None):
     print(corpus)
     print(machine(device))
     x, y = (t.to(device) for t in sample_batch(corpus.train, config.seq_len, args.batch, torch.Generator().manual_seed(0)))
-    with torch.device("meta"):
-        model = GPT(config)
+    model = outline(config)
     flops, tokens = x.numel() * model.flops_per_token(), x.numel()
     print(f"model: {model.num_params():,} parameters, {flops / tokens / 1e6:.1f} MFLOP a token; {args.batch} x {config.seq_len} tokens a step")
     measured = {p: measured_peak(device, p) for p in DTYPES}

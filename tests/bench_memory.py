@@ -68,7 +68,7 @@ def main():
         with Live() as live:
             train_two_steps(config, micro_batch, optimizer, loss_rows or None, accumulate, recompute)
         forecast = sum(budget.training_memory(config, micro_batch, optimizer=optimizer, device_type="cpu", accumulate=accumulate,
-                                              recompute=recompute, loss_rows=loss_rows).values())
+                                              recompute=recompute, all_logits=not loss_rows).values())
         notes = ", ".join(note for note, said in (("accumulated", accumulate), ("recomputed", recompute), ("all logits", not loss_rows)) if said)
         print(f"{'report' if family else 'chapter':9s}  {d_model:5d}  {n_layer:6d}  {seq_len:7d}  {vocab_size:11,}  {micro_batch:11d}  {optimizer:9s}  "
               f"{forecast / 1e6:14.1f} MB  {live.peak / 1e6:6.1f} MB  {forecast / live.peak - 1:+.1%}  {notes}")
