@@ -628,6 +628,18 @@ def first_on_rank_0(make):
     return make() if made is None else made
 
 
+@contextlib.contextmanager
+def noted_signals():
+    """SIGTERM and SIGINT are noted in the list this yields; the training loop ends when it has finished its step."""
+    noted = []
+    before = {s: signal.signal(s, lambda number, frame: noted.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def shares(n):
     """This rank's share of n pieces of work, each with whether it counts: past the end a rank does the last once more,
     for under fsdp all have to take part."""

@@ -369,6 +369,14 @@ class GPT(nn.Module):
         """The blocks' matrices by name: what Muon updates, and whose norms the report follows."""
         return {f"blocks.{name}": p for name, p in self.blocks.named_parameters() if p.dim() == 2}
 
+    def matrix_sizes(self, before) -> dict:
+        """By name, each block matrix's norm and that of its last update relative to it: before holds the matrices until then."""
+        sizes = {}
+        for name, p in self.block_matrices().items():
+            norm, update = whole(p.detach().norm()).item(), whole((p.detach() - before[name]).norm()).item()
+            sizes[name] = {"norm": norm, "relative_update": update / norm if norm else None}
+        return sizes
+
     def muon(self, lr, weight_decay=0.0, embedding_lr=None) -> list[torch.optim.Optimizer]:
         """Muon on the blocks' matrices, AdamW without decay on all else, the embeddings and gains: the report's two."""
         matrices = self.block_matrices()
@@ -398,7 +406,6 @@ class GPT(nn.Module):
                 chosen = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
             idx = torch.cat((idx, chosen), dim=1)
         return idx
-
 
     @torch.no_grad()
     def log_probabilities(self, context, continuations) -> torch.Tensor:
@@ -476,19 +483,23 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
-def positive(kind, most=None):
-    """An argparse type: a number of that kind (int or float) above zero and no larger than any real run's."""
-    least, most = (1, most or 10 ** 9) if kind is int else (1e-18, most or 1e18)
-
+def within(kind, least, most):
+    """An argparse type: a number of that kind (int or float) from least to most."""
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
-            value = 0
+            value = math.nan
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive {'whole ' if kind is int else ''}number up to {most:,.10g}")
+            bounds = f"from {least:,}" if kind is int or not least else "above 0 and"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {'whole ' if kind is int else ''}number {bounds} up to {most:,.10g}")
         return value
     return parse
+
+
+def positive(kind, most=None):
+    """An argparse type: a number above zero and no larger than any real run's."""
+    return within(kind, 1, most or 10 ** 9) if kind is int else within(kind, 1e-18, most or 1e18)
 
 
 def count(text):

@@ -362,7 +362,7 @@ def load_tokenizer(data=TOKENS):
     return tokenizer
 
 
-# --- multiple choice -----------------------------------------------------------------------------------------------
+# --- questions and prompts --------------------------------------------------------------------------------------------
 
 def read_choices(path):
     """The questions of a .jsonl file in HellaSwag's or ARC's own format: a list of (line number, context, candidates, the
@@ -404,6 +404,15 @@ def load_choices(path, data, config):
             raise UserError(f"{path}, line {number}: a text of no token, of more than the context's {config.seq_len}, or beyond the vocabulary")
         questions.append((ids[0], ids[1:], [len(c.encode()) for c in candidates], answer))
     return questions
+
+
+def load_prompt(text, data, config):
+    """(data's tokenizer, text in its ids). Raises UserError where there is no tokenizer, or the model cannot go on from it."""
+    tokenizer = load_tokenizer(data)
+    ids = tokenizer.encode(text).ids
+    if not ids or max(ids) >= config.vocab_size:
+        raise UserError("the prompt has a token beyond the data's vocabulary" if ids else "the prompt is empty")
+    return tokenizer, ids
 
 
 # --- text to documents ----------------------------------------------------------------------------------------------

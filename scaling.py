@@ -36,10 +36,10 @@ from tqdm import tqdm
 
 from budget import bits_per_byte, cpu_count, from_launcher, keep_memory, launched, machine, pick_device, worker_pool
 from model import (EMBEDDING_LR, LOSS_ROWS, REPORT_FAMILY, RUNS, GPT, GPTConfig, Parser, UserError, check_runs, command, outline, plain, plot,
-                   positive, save_results, size_text, written_whole)
+                   positive, save_results, size_text, within, written_whole)
 from prepare_data import (add_data_flag, byte_corpus, load_corpus, printable, read_json, regular_file, sample_batch, stdlib_parts, step_positions,
                           write as write_tokens)
-from train_gpu import learning_rate, matrix_sizes, set_learning_rate
+from train_gpu import learning_rate, set_learning_rate
 
 SIZES = ((64, 2), (96, 3), (128, 4), (192, 4))          # d_model, n_layer
 HEAD_DIM, SEQ_LEN = 32, 128
@@ -580,7 +580,7 @@ class Lab:
             norms.append((first, math.hypot(*(p.norm().item() for p in before.values())), None))
         for done, _ in training(model, optimizers, self.batches(experiment), experiment.share, steps, label, micro_batch):
             if done in moments:
-                sizes = matrix_sizes(model, before).values()
+                sizes = model.matrix_sizes(before).values()
                 norm = math.hypot(*(size["norm"] for size in sizes))
                 norms.append((done, norm, math.hypot(*(size["norm"] * (size["relative_update"] or 0) for size in sizes)) / norm))
             if done + 1 in moments:
@@ -1140,7 +1140,7 @@ def parse_args(argv):
         if name == "fit":
             sub.add_argument("file", type=Path, metavar="FILE.csv", help="a table of runs, with a header")
             add_table_flags(sub)
-            sub.add_argument("--bootstrap", type=int, default=BOOTSTRAP, metavar="N", help=f"resamples for the standard errors (default: {BOOTSTRAP})")
+            sub.add_argument("--bootstrap", type=within(int, 0, 10 ** 6), default=BOOTSTRAP, metavar="N", help=f"resamples for the standard errors (default: {BOOTSTRAP})")
             sub.add_argument("--forecast-above", type=positive(float, 1e40), metavar="C", help="also fit only the runs of up to C FLOPs, and forecast those above")
             continue
         sub.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: cpu)")
@@ -1172,8 +1172,6 @@ def parse_args(argv):
                         "and give --data DIR")
     if args.experiment == "isoflop" and args.where and not args.file:
         raise UserError("--where chooses rows of a table: give it with --from FILE.csv")
-    if args.experiment == "fit" and not 0 <= args.bootstrap <= 10 ** 6:
-        raise UserError(f"--bootstrap {args.bootstrap}: a number of resamples, from 0 to a million")
     if args.experiment == "recipe" and args.steps < 2 * NORMS:
         raise UserError(f"--steps {args.steps}: the norms are measured {NORMS} times, so take {2 * NORMS} or more")
     if args.experiment == "recipe" and args.compare and len(args.compare) < 2:

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from budget import (CHAPTER_MFU, GIGA, REPORT_MICRO_BATCH, REPORT_SEQ_LEN, REPORT_TOKENS, REPORT_TOKENS_A_STEP, compile_failure, data_parallel,
-                    datasheet_peak, first_on_rank_0, is_lost_peer, keep_memory, machine, on_rank_0, peak_memory_gb, pick_device,
+                    datasheet_peak, first_on_rank_0, is_lost_peer, keep_memory, machine, noted_signals, on_rank_0, peak_memory_gb, pick_device,
                     process_group, same_on_all_ranks, shares, synchronize, training_memory)
 
 import numpy as np
@@ -42,8 +42,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from model import (EMBEDDING_LR, LOSS_ROWS, RUNS, WEIGHT_DECAY, GPT, GPTConfig, Parser, UserError, add_model_flags, check_runs, command,
-                   config_from, count, duration_text, is_out_of_memory, locked, plot, positive, save_results, size_text, whole, written_whole)
-from prepare_data import add_data_flag, load_choices, load_corpus, load_tokenizer, step_positions
+                   config_from, count, duration_text, is_out_of_memory, locked, outline, plot, positive, save_results, size_text, whole, within, written_whole)
+from prepare_data import add_data_flag, load_choices, load_corpus, load_prompt, step_positions
 
 LARGEST_MICRO_BATCH = 32                # the chapter's, where the global batch and the processes allow it
 LOG_EVERY = 50
@@ -157,12 +157,9 @@ class Parallel:
 
     def reduced_if(self, last):
         """Gradients are reduced over the ranks in the last micro-batch of a step only."""
-        stack = contextlib.ExitStack()
         if self.strategy == "fsdp":
             self.model.set_requires_gradient_sync(last)
-        elif self.forward is not self.model and not last:
-            stack.enter_context(self.forward.no_sync())
-        return stack
+        return contextlib.nullcontext() if last or self.forward is self.model else self.forward.no_sync()
 
     def precision(self):
         """bf16 autocast over fp32 weights on a GPU; under fsdp its own policy does that. fp32 on a CPU."""
@@ -179,15 +176,6 @@ class Parallel:
     def clip(self, limit):
         """Scale the gradient to a norm of at most limit; returns the norm it had, over all parameters and ranks."""
         return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-
-
-def matrix_sizes(model, before):
-    """Each block matrix's norm, and that of its last update relative to it: before holds the matrices until then."""
-    sizes = {}
-    for name, p in model.block_matrices().items():
-        norm, update = whole(p.detach().norm()).item(), whole((p.detach() - before[name]).norm()).item()
-        sizes[name] = {"norm": norm, "relative_update": update / norm if norm else None}
-    return sizes
 
 
 def accumulate(parallel, loader, micro_batches):
@@ -245,48 +233,44 @@ class Checkpoints:
         for part in self.directory.glob("*.part"):
             shutil.rmtree(part) if part.is_dir() else part.unlink()
 
+    def state(self):
+        """The tensors of the model and of the optimizers, by their parameters' names; and the optimizers' options."""
+        model, optimizers = get_state_dict(self.parallel.model, self.optimizers)
+        return {"model": model, "optimizer": optimizers["state"]}, optimizers["param_groups"]
+
     def save(self, step):
         """Write the state after so many steps; every rank takes part, and all raise UserError where one cannot write:
         the last whole checkpoint is untouched then."""
         path = self.directory / f"step-{step:07d}{self.suffix}"
         about = {"step": step, "config": asdict(self.parallel.model.config), "identity": self.identity, "run": self.run,
                  "keep": sorted(self.keep), "branched_from": self.branched_from}
+        state, _ = self.state()
         if self.parallel.strategy == "fsdp":
-            self.save_sharded(path, about)
+            self.save_sharded(path, state, about)
         else:
-            on_rank_0(lambda: self.save_single(path, about))
+            on_rank_0(lambda: self.save_single(path, state | about))
         on_rank_0(self.prune)
 
-    def save_single(self, path, about):
-        state = {"model": self.parallel.model.state_dict(), "optimizer": [o.state_dict() for o in self.optimizers], **about}
+    def save_single(self, path, stored):
         with written_whole(path) as part:
-            torch.save(state, part)
+            torch.save(stored, part)
 
-    def save_sharded(self, path, about):
+    def save_sharded(self, path, state, about):
         part = path.with_name(path.name + ".part")
-        on_rank_0(lambda: part.mkdir(parents=True))
-        state, _ = self.sharded_state()
-        failure = None
         try:
             dcp.save(state, checkpoint_id=part)
         except dcp.api.CheckpointException as error:        # the ranks' errors, on all of them
-            failure = next(str(reason) or repr(reason) for reason, _ in error.failures.values())
-        on_rank_0(lambda: self.finish_sharded(path, part, about, failure))
-
-    def finish_sharded(self, path, part, about, failure):
-        if failure:
             shutil.rmtree(part, ignore_errors=True)
-            raise UserError(f"{path} cannot be written ({failure}); is the disk full or read-only?")
+            reason = next(str(reason) or repr(reason) for reason, _ in error.failures.values())
+            raise UserError(f"{path} cannot be written ({reason}); is the disk full or read-only?") from None
+        on_rank_0(lambda: self.finish_sharded(path, part, about))
+
+    def finish_sharded(self, path, part, about):
         with written_whole(part / "about.json") as about_part:
             about_part.write_text(json.dumps(about))
         if path.exists():               # one that was not whole, and is now written again
             shutil.rmtree(path)
         os.rename(part, path)
-
-    def sharded_state(self):
-        """What torch.distributed.checkpoint stores, tensors alone, and the optimizer's options, which the flags give."""
-        model, optimizer = get_state_dict(self.parallel.model, self.optimizers)
-        return {"model": model, "optimizer": optimizer["state"]}, optimizer["param_groups"]
 
     def prune(self):
         for old in [path for path in self.newest_first()[KEEP_CHECKPOINTS:] if step_of(path) not in self.keep]:
@@ -309,24 +293,19 @@ class Checkpoints:
                 say(f"note: {path} was saved with --{what.replace('_', '-')} {about['run'][what]}, and goes on with {value}")
 
     def load(self, path):
-        """Put a checkpoint's state into the model and the optimizers; returns what it says of itself."""
-        if path.is_dir():
-            about = json.loads((path / "about.json").read_text())
-            self.check(path, about)
-            refuse_code(path / ".metadata")
-            state, options = self.sharded_state()
-            dcp.load(state, checkpoint_id=path)
-            set_state_dict(self.parallel.model, self.optimizers, model_state_dict=state["model"],
-                           optim_state_dict={"state": state["optimizer"], "param_groups": options})
-            return about
-        stored = torch.load(path, weights_only=True, map_location="cpu")
+        """Put a checkpoint's tensors into the model and the optimizers, whose options stay the flags'; returns what it says
+        of itself."""
+        sharded = path.is_dir()
+        stored = json.loads((path / "about.json").read_text()) if sharded else torch.load(path, weights_only=True, map_location="cpu")
         self.check(path, stored)
-        self.parallel.model.load_state_dict(stored["model"])
-        for optimizer, state in zip(self.optimizers, stored["optimizer"], strict=True):
-            options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            optimizer.load_state_dict(state)
-            for group, option in zip(optimizer.param_groups, options):
-                group.update(option)    # the rates and --weight-decay are the flags', as with fsdp
+        state, options = self.state()
+        if sharded:
+            refuse_code(path / ".metadata")
+            dcp.load(state, checkpoint_id=path)
+        else:
+            state = stored
+        set_state_dict(self.parallel.model, self.optimizers, model_state_dict=state["model"],
+                       optim_state_dict={"state": state["optimizer"], "param_groups": options})
         return stored
 
     def start(self, resume):
@@ -334,13 +313,10 @@ class Checkpoints:
         off; returns its step, 0 for a start from the beginning. All ranks find the same one. Raises UserError."""
         if not resume:
             return 0
-        damaged, branching = [], isinstance(resume, Path)
-        if branching and not self.newest_first():
-            about = self.branch(resume)
-        else:
-            about = self.load_newest(damaged)
-            if branching and about["branched_from"] != str(resume):
-                raise UserError(f"{self.directory} holds checkpoints already; continue it with --resume alone, or branch off with another --out DIR")
+        damaged, source = [], resume if isinstance(resume, Path) else None
+        about = self.branch(source) if source and not self.newest_first() else self.load_newest(damaged)
+        if source and about["branched_from"] != str(source):
+            raise UserError(f"{self.directory} holds checkpoints already; continue it with --resume alone, or branch off with another --out DIR")
         same_on_all_ranks(f"step {about['step']}", self.directory, "checkpoints")
         self.branched_from = about["branched_from"]
         self.keep |= set(about["keep"])
@@ -450,14 +426,8 @@ class Log:
         self.path, self.file, self.failure = path, None, None
         on_rank_0(lambda: self.open(resumed_at))
 
-    def validated(self, step):
-        """Whether the log holds a validation of that step: the same answer on all ranks."""
-        found = [any(r["step"] == step and "val_loss" in r for r in read_log(self.path)) if self.file else None]
-        dist.broadcast_object_list(found)
-        return found[0]
-
     def open(self, resumed_at):
-        records = [r for r in read_log(self.path) if r["step"] <= resumed_at]
+        records = [r for r in read_log(self.path) if r["step"] < resumed_at + ("loss" in r)]
         with written_whole(self.path) as part:
             part.write_text("".join(json.dumps(r) + "\n" for r in records))
         self.file = open(self.path, "a")
@@ -503,48 +473,48 @@ class Progress:
         if counts:
             self.seconds, self.waited, self.timed = self.seconds + seconds, self.waited + waited, self.timed + 1
 
+    def forecast(self, steps):
+        """Seconds of so many steps at the chapter's MFU; None, as below, where a peak is not known or no step was timed."""
+        return steps * self.tokens_a_step * self.flops_per_token / (self.peak * CHAPTER_MFU) if self.peak else None
+
     def rate(self):
-        """Tokens a second; None before a step was timed."""
+        """Tokens a second."""
         return self.timed * self.tokens_a_step / self.seconds if self.seconds else None
 
     def mfu(self):
-        """Achieved FLOP/s over the devices' peak; None where one of them is not known."""
+        """Achieved FLOP/s over the devices' peak."""
         return self.rate() * self.flops_per_token / self.peak if self.seconds and self.peak else None
 
+    def waiting(self):
+        """The share of the time spent waiting for data."""
+        return self.waited / self.seconds if self.seconds else None
+
     def rate_text(self):
-        rate, mfu = self.rate(), self.mfu()
-        return f"{f'{rate:,.0f}' if rate else 'n/a'} tokens/s  MFU {f'{mfu:.0%}' if mfu else 'n/a'}  memory {peak_memory_gb(self.device):.2f} GB"
+        """Tokens/s, MFU and memory as they are printed."""
+        return f"{or_na(self.rate(), ',.0f')} tokens/s  MFU {or_na(self.mfu(), '.0%')}  memory {peak_memory_gb(self.device):.2f} GB"
 
-    def line(self, step, lr, grad_norm, corpus):
+    def text(self, step, lr, grad_norm, corpus):
         """What is printed of these steps, the last of which is step."""
-        bits = corpus.bits_per_byte(self.loss / self.steps, "train")
-        bits = "" if bits is None else f"  bits per byte {bits:.3f}"
-        wait = f"{self.waited / self.seconds:.1%}" if self.seconds else "n/a"
-        return (f"step {step:5d}  loss {self.loss / self.steps:.3f}{bits}  lr {lr:.2e}  grad_norm {grad_norm:.2f}  "
-                f"{self.rate_text()}  data wait {wait}")
+        loss = self.loss / self.steps
+        bits = corpus.bits_per_byte(loss, "train")
+        return (f"step {step:5d}  loss {loss:.3f}{'' if bits is None else f'  bits per byte {bits:.3f}'}  lr {lr:.2e}  grad_norm {grad_norm:.2f}  "
+                f"{self.rate_text()}  data wait {or_na(self.waiting(), '.1%')}")
 
 
-def plan_text(args, config, n_params, flops, corpus, steps, seconds, gigabytes, world):
-    """What will run, as a text: the model (flops a token), the batch, the data, and the forecast of time (seconds, or
-    None) and memory."""
-    tokens_a_step = args.global_batch * config.seq_len
-    total = steps * tokens_a_step
-    time_text = "time n/a (no peak is known for this device)" if seconds is None else f"{duration_text(seconds)} at {CHAPTER_MFU:.0%} MFU"
-    return "\n".join((
-        f"model: {n_params:,} parameters, {flops / 1e6:,.1f} MFLOP a token",
-        f"batch: {tokens_a_step:,} tokens a step = {args.global_batch} sequences of {config.seq_len}: micro-batch {args.micro_batch} "
-        f"x {args.global_batch // args.micro_batch // world} accumulated x {world} processes ({args.strategy})",
-        f"data: {size_text(total)} tokens in {steps:,} steps, {total / len(corpus.train):.1f} times through the training part",
-        f"forecast: {time_text}, {gigabytes:.2f} GB a device (states, activations, loss)"))
+def or_na(value, form):
+    """A number in that format; n/a for None."""
+    return "n/a" if value is None else format(value, form)
 
 
-def write_curve(log, path, title):
-    """The losses of a log, drawn over its steps."""
-    with plot(path, title, xlabel="steps", ylabel="loss (nats a token)") as axes:
-        for key, style in (("loss", "-"), ("val_loss", "o-")):
-            points = [(r["step"], r[key]) for r in log if key in r]
-            if points:
-                axes.plot(*zip(*points), style, label=key, markersize=3, linewidth=1)
+def plan_text(args, config, corpus, steps, world, seconds, gigabytes):
+    """What will run: the model, the batch, the data, and the forecast of time (None where no peak is known) and memory."""
+    model, batch = outline(config), args.global_batch * config.seq_len
+    time_text = f"{duration_text(seconds)} at {CHAPTER_MFU:.0%} MFU" if seconds is not None else "time n/a (no peak is known for this device)"
+    return (f"model: {model.num_params():,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token\n"
+            f"batch: {batch:,} tokens a step = {args.global_batch} sequences of {config.seq_len}: micro-batch {args.micro_batch} "
+            f"x {args.global_batch // args.micro_batch // world} accumulated x {world} processes ({args.strategy})\n"
+            f"data: {size_text(steps * batch)} tokens in {steps:,} steps, {steps * batch / len(corpus.train):.1f} times through the training part\n"
+            f"forecast: {time_text}, {gigabytes:.2f} GB a device (states, activations, loss)")
 
 
 def score_choices(parallel, questions):
@@ -585,16 +555,10 @@ def validate(args, parallel, corpus, step, log):
 
 # --- the run --------------------------------------------------------------------------------------------------------
 
-@contextlib.contextmanager
-def noted_signals():
-    """SIGTERM and SIGINT are noted in the list this yields; the training loop ends when it has finished its step."""
-    noted = []
-    before = {s: signal.signal(s, lambda number, frame: noted.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def clock(device):
+    """The time in seconds, when a GPU has done what was asked of it."""
+    synchronize(device)
+    return time.perf_counter()
 
 
 def agree(loss, noted, log, device):
@@ -611,59 +575,64 @@ def agree(loss, noted, log, device):
     return total / dist.get_world_size(), signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
 
 
-def last_step(args):
-    """The step that the run ends at."""
-    return min(args.steps, args.stop_at or args.steps)
+def check_finite(step, loss, grad_norm):
+    """Raise UserError where a step's loss or the norm of its gradient is not a number to go on with."""
+    for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+        if not math.isfinite(value):
+            raise UserError(f"step {step}: the {what} is {value}; stopped before the update, and the last checkpoint stays. "
+                            f"Try a smaller --lr or a longer --warmup")
 
 
-def train(args, corpus, parallel, optimizers, checkpoints, log, first_step, progress, noted):
-    """The loop, from first_step to the end, --stop-at or a signal; returns (steps done, the signal or None)."""
+def train(args, corpus, parallel, optimizers, checkpoints, log, first_step, last_step, progress, noted):
+    """The loop, from first_step to last_step or a signal; returns (steps done, the signal or None)."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), parallel.device
     loader = Loader(corpus.train, parallel.model.config, args.global_batch, args.micro_batch, args.seed, device, first_step, rank, world)
-    last = last_step(args)
-    per_line = replace(progress)
-    step, stopped = first_step, None
-    if first_step in range(args.eval_every, last + 1, args.eval_every) and not log.validated(first_step):
-        validate(args, parallel, corpus, first_step, log)           # the run ended between this step's checkpoint and its validation
-    while step < last and not stopped:
-        synchronize(device)
-        start, waited = time.perf_counter(), loader.waited
+    step, stopped, since_line = first_step, None, replace(progress)
+    while not stopped:
+        if step and (step % args.eval_every == 0 or step == args.steps):       # a resumed run begins with its checkpoint's
+            validate(args, parallel, corpus, step, log)
+        if step >= last_step:
+            break
+        start, waited = clock(device), loader.waited
         share = learning_rate(step, args.steps, 1.0, args.warmup, args.schedule, args.decay)
         set_learning_rate(optimizers, share)
         loss = accumulate(parallel, loader, args.global_batch // args.micro_batch // world)
         grad_norm = parallel.clip(args.clip).item()
         loss, stopped = agree(loss, noted, log, device)
-        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
-            if not math.isfinite(value):
-                raise UserError(f"step {step + 1}: the {what} is {value}; stopped before the update, and the last checkpoint stays. "
-                               f"Try a smaller --lr or a longer --warmup")
-        printed = (step + 1) % LOG_EVERY == 0 or step + 1 == last or stopped
+        step += 1
+        check_finite(step, loss, grad_norm)
+        printed = step % LOG_EVERY == 0 or step == last_step or stopped
         if printed:                     # outside the step's time, and when the activations' memory is free again
-            synchronize(device)
-            aside = time.perf_counter()
+            aside = clock(device)
             before = {name: p.detach().clone() for name, p in parallel.model.block_matrices().items()}
-            synchronize(device)
-            start += time.perf_counter() - aside
+            start += clock(device) - aside
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        synchronize(device)
-        seconds, step = time.perf_counter() - start, step + 1
-        timed, waited = step > first_step + 1, loader.waited - waited           # the first step compiles
-        for p in (progress, per_line):
+        seconds, waited, timed = clock(device) - start, loader.waited - waited, step > first_step + 1       # the first one compiles
+        for p in (progress, since_line):
             p.add(loss, seconds, waited, timed)
         log.write(step=step, loss=loss, lr=share * args.lr, grad_norm=grad_norm, seconds=seconds, data_wait=waited, timed=timed,
-                  train_bits_per_byte=corpus.bits_per_byte(loss, "train"), **({"matrices": matrix_sizes(parallel.model, before)} if printed else {}))
+                  train_bits_per_byte=corpus.bits_per_byte(loss, "train"), **({"matrices": parallel.model.matrix_sizes(before)} if printed else {}))
         if printed:
-            say(per_line.line(step, share * args.lr, grad_norm, corpus))
-            per_line = replace(progress)
-        if step % args.save_every == 0 or step in args.keep_at or step == last or stopped:
+            say(since_line.text(step, share * args.lr, grad_norm, corpus))
+            since_line = replace(progress)
+        if step % args.save_every == 0 or step in args.keep_at or step == last_step or stopped:
             checkpoints.save(step)
-        if (step % args.eval_every == 0 or step == args.steps) and not stopped:
-            validate(args, parallel, corpus, step, log)
     loader.close()
     on_rank_0(log.check)
     return step, stopped
+
+
+def build(args, config, device):
+    """The model, the same on every rank, as its processes train it; and its optimizers."""
+    torch.manual_seed(args.seed)
+    model = GPT(config)
+    model.recompute, model.loss_rows = args.recompute, LOSS_ROWS[device.type]
+    parallel = Parallel(model, args.strategy, device, args.compile)
+    optimizers = model.muon(args.lr, args.weight_decay, args.embedding_lr) if args.optimizer == "muon" else [model.adamw(args.lr, args.weight_decay)]
+    set_learning_rate(optimizers, 1.0)  # the flags' peaks, which no checkpoint overrides
+    return parallel, optimizers
 
 
 def run(args, device):
@@ -677,38 +646,37 @@ def run(args, device):
     config = GPTConfig.from_depth(args.depth, corpus.vocab_size, args.seq_len) if args.depth else config_from(args, vocab_size=corpus.vocab_size)
     args.questions = load_choices(args.choices, args.data, config) if args.choices else []
     say(f"{corpus}\n{machine(device)}, {world} process{'es' if world > 1 else ''}")
-    prompt = args.sample and prompt_of(args.data, args.sample, config.vocab_size)
-    loaded = peak_memory_gb(device)     # Python and torch themselves, on a CPU
-    torch.manual_seed(args.seed)        # the same model on every rank
-    model = GPT(config)
-    model.recompute, model.loss_rows = args.recompute, LOSS_ROWS[device.type]
-    flops, n_params = model.flops_per_token(), model.num_params()           # of all of it: fsdp leaves each rank its shard
-    parallel = Parallel(model, args.strategy, device, args.compile)
-    optimizers = model.muon(args.lr, args.weight_decay, args.embedding_lr) if args.optimizer == "muon" else [model.adamw(args.lr, args.weight_decay)]
-    set_learning_rate(optimizers, 1.0)  # the flags' peaks, which no checkpoint overrides
+    prompt = None
+    if args.sample:
+        try:
+            prompt = load_prompt(args.sample, args.data, config)
+        except UserError as error:      # said now, and not when the run is done
+            say(f"--sample: {error}, so no text will be written")
+    memory = training_memory(config, args.micro_batch, world, args.strategy == "fsdp", args.recompute, args.optimizer, device.type,
+                             accumulate=args.global_batch > args.micro_batch * world)
+    gigabytes = peak_memory_gb(device) + sum(memory.values()) / GIGA            # on a CPU beside Python and torch themselves
+    parallel, optimizers = build(args, config, device)
     checkpoints = Checkpoints(args.out, parallel, optimizers, identity, {name: getattr(args, name) for name in OF_THE_RUN}, args.keep_at)
     on_rank_0(lambda: checkpoints.claim(args.resume))
     first_step = checkpoints.start(args.resume)
+    last_step = max(first_step, min(args.steps, args.stop_at or args.steps))
     log = Log(args.out / "log.jsonl", first_step)
 
-    peak, tokens_a_step = datasheet_peak(device, "bf16"), args.global_batch * config.seq_len
-    gigabytes = loaded + sum(training_memory(config, args.micro_batch, world, args.strategy == "fsdp", args.recompute, args.optimizer, device.type,
-                                    args.global_batch > args.micro_batch * world).values()) / GIGA
-    steps = max(0, last_step(args) - first_step)
-    forecast = steps * tokens_a_step * flops / (world * peak * CHAPTER_MFU) if peak else None
-    say(plan_text(args, config, n_params, flops, corpus, steps, forecast, gigabytes, world))
-    progress = Progress(tokens_a_step, flops, peak and world * peak, device)
+    peak = datasheet_peak(device, "bf16")
+    progress = Progress(args.global_batch * config.seq_len, outline(config).flops_per_token(), peak and world * peak, device)
+    seconds = progress.forecast(last_step - first_step)
+    say(plan_text(args, config, corpus, last_step - first_step, world, seconds, gigabytes))
     with noted_signals() as noted:
-        step, stopped = train(args, corpus, parallel, optimizers, checkpoints, log, first_step, progress, noted)
+        step, stopped = train(args, corpus, parallel, optimizers, checkpoints, log, first_step, last_step, progress, noted)
     say(f"{'stopped by ' + stopped.name if stopped else 'done'} at step {step}: {duration_text(progress.seconds)} in timed steps of "
-        f"{duration_text(time.perf_counter() - started)} (forecast {duration_text(forecast)}), "
+        f"{duration_text(time.perf_counter() - started)} (forecast {duration_text(seconds)}), "
         f"{progress.rate_text()} (forecast {gigabytes:.2f} GB)")
     if stopped:
         say(f"saved; go on with --resume --out {args.out}")
         return stopped
     on_rank_0(lambda: leave_results(args, corpus, log, {
-        "world": world, "params": n_params, "step": step, "tokens_per_s": progress.rate(), "mfu": progress.mfu(),
-        "data_wait": progress.waited / progress.seconds if progress.seconds else None, "seconds": progress.seconds, "forecast_seconds": forecast,
+        "world": world, "params": outline(config).num_params(), "step": step, "tokens_per_s": progress.rate(), "mfu": progress.mfu(),
+        "data_wait": progress.waiting(), "seconds": progress.seconds, "forecast_seconds": seconds,
         "peak_memory_gb": peak_memory_gb(device), "forecast_gb": gigabytes}))
     if prompt:
         say(sample(parallel, *prompt))
@@ -716,26 +684,15 @@ def run(args, device):
 
 
 def leave_results(args, corpus, log, measured):
-    """The curve, and the run's figures in runs/train_gpu.json."""
+    """The run's figures in runs/train_gpu.json, and its losses drawn over the steps."""
     records = read_log(log.path)
     keys = ("loss", "val_loss", "bits_per_byte", "choices", "choices_per_byte")
     last = {key: next((r[key] for r in reversed(records) if key in r), None) for key in keys}
     save_results("train_gpu", {"corpus": corpus.name, "out": str(args.out), **last, **measured})
-    write_curve(records, args.out / "loss.png", corpus.name)
-
-
-def prompt_of(data, prompt, vocab_size):
-    """(tokenizer, the prompt's ids) for --sample; None, which is said now and not after the run, where it cannot be answered."""
-    try:
-        tokenizer = load_tokenizer(data)
-        ids = tokenizer.encode(prompt).ids
-        if ids and max(ids) < vocab_size:
-            return tokenizer, ids
-        reason = "the prompt has a token beyond the data's vocabulary" if ids else "the prompt is empty"
-    except UserError as error:
-        reason = error
-    say(f"--sample: {reason}, so no text will be written")
-    return None
+    with plot(args.out / "loss.png", corpus.name, xlabel="steps", ylabel="loss (nats a token)") as axes:
+        for key, style in (("loss", "-"), ("val_loss", "o-")):
+            if points := [(r["step"], r[key]) for r in records if key in r]:
+                axes.plot(*zip(*points), style, label=key, markersize=3, linewidth=1)
 
 
 def numbers(text):
@@ -759,13 +716,13 @@ def parse_args(argv):
         ("--lr", {"type": number, "metavar": "X"}, "peak learning rate (default: 0.001, of muon 0.02)"),
         ("--warmup", {"type": whole, "default": 100, "metavar": "N"}, "steps of linear warm-up"),
         ("--schedule", {"choices": SCHEDULES, "default": "cosine"}, "of the learning rate after it"),
-        ("--decay", {"type": number, "default": 0.2, "metavar": "X"}, "share of the steps in which wsd falls to zero"),
+        ("--decay", {"type": positive(float, 1), "default": 0.2, "metavar": "X"}, "share of the steps in which wsd falls to zero"),
         ("--optimizer", {"choices": ("adamw", "muon"), "default": "adamw"},
          "of all parameters, or muon of the blocks' matrices and adamw of the rest"),
         ("--embedding-lr", {"type": number, "default": EMBEDDING_LR, "metavar": "X"}, "peak learning rate of adamw beside muon"),
-        ("--weight-decay", {"type": float, "metavar": "X"}, "of the matrices (default: 0.1, of muon 0)"),
+        ("--weight-decay", {"type": within(float, 0, 1000), "metavar": "X"}, "of the matrices (default: 0.1, of muon 0)"),
         ("--clip", {"type": number, "default": 1.0, "metavar": "X"}, "largest norm of the gradient"),
-        ("--seed", {"type": int, "default": 0, "metavar": "N"}, "of the initial weights and the order of the data"),
+        ("--seed", {"type": within(int, 0, (1 << 63) - 1), "default": 0, "metavar": "N"}, "of the initial weights and the order of the data"),
         ("--eval-every", {"type": whole, "default": 250, "metavar": "N"}, "steps between validations"),
         ("--save-every", {"type": whole, "default": 500, "metavar": "N"}, "steps between checkpoints"),
         ("--keep-at", {"type": numbers, "default": (), "metavar": "N,N"}, "steps whose checkpoints are kept, to branch off from"),
@@ -797,21 +754,10 @@ def parse_args(argv):
         args.steps = int(args.tokens // (args.global_batch * args.seq_len))
         if not args.steps:
             parser.error(f"--tokens is less than one step's {args.global_batch * args.seq_len:,}")
-    if args.decay > 1:
-        parser.error(f"--decay {args.decay:g} is a share of the steps, at most 1")
     lr, weight_decay = (0.02, 0.0) if args.optimizer == "muon" else (1e-3, WEIGHT_DECAY)
     args.lr = args.lr or lr
     args.weight_decay = weight_decay if args.weight_decay is None else args.weight_decay
-    if not 0 <= args.weight_decay <= 1e3 or not 0 <= args.seed < 1 << 63:
-        parser.error("--weight-decay is from 0 to 1000, --seed from 0 to 2^63 - 1")
     return args
-
-
-def out_of_memory_text(args, error):
-    """The error's first sentence, and which flags of this run would still help."""
-    helpful = [flag for flag, helps in (("a smaller --micro-batch", args.micro_batch != 1), ("--recompute", not args.recompute),
-                                        ("--strategy fsdp on several GPUs", args.strategy != "fsdp")) if helps]
-    return f"out of memory ({str(error).split('. ')[0][:100]}): {', '.join(helpful) or 'a smaller model or context'} would help"
 
 
 @command
@@ -828,7 +774,9 @@ def main(argv=None):
             stopped = run(args, device)
     except Exception as error:
         if is_out_of_memory(error):
-            raise UserError(out_of_memory_text(args, error)) from None
+            helpful = [flag for flag, helps in (("a smaller --micro-batch", args.micro_batch != 1), ("--recompute", not args.recompute),
+                                                ("--strategy fsdp on several GPUs", args.strategy != "fsdp")) if helps]
+            raise UserError(f"out of memory ({str(error).split('. ')[0][:100]}): {', '.join(helpful) or 'a smaller model or context'} would help") from None
         reason = None if isinstance(error, OSError) else compile_failure(error)
         if reason is None:
             raise

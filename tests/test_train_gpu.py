@@ -272,6 +272,23 @@ def test_what_the_log_holds_beyond_the_checkpoint_is_written_again(monkeypatch):
     assert [r["step"] for r in read_log(Path("run/log.jsonl")) if "loss" in r] == list(range(1, 11))
 
 
+def test_every_validation_is_in_the_log_once_wherever_the_run_ended(monkeypatch, refused):
+    """Also where it ended between the step's checkpoint and its validation."""
+    def full(*args):
+        raise UserError("here")
+
+    main([*TINY, "--out", "whole"])
+    main([*TINY, "--out", "stopped", "--stop-at", "5"])
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpu, "evaluate", full)
+        refused(main, *TINY, "--out", "cut", words=("here",))
+    found = {}
+    for out in ("whole", "stopped", "cut"):
+        main([*TINY, "--out", out, "--resume"])
+        found[out] = [(r["step"], r["val_loss"]) for r in read_log(Path(out) / "log.jsonl") if "val_loss" in r]
+    assert [step for step, _ in found["whole"]] == [5, 10] and found["whole"] == found["stopped"] == found["cut"]
+
+
 def test_a_checkpoint_loads_into_a_plain_gpt():
     stored = train()
     assert stored.keys() == {"model", "optimizer", "step", "config", "identity", "run", "keep", "branched_from"} and stored["step"] == 10
@@ -589,13 +606,19 @@ def test_branches_that_are_refused(flags, words, refused):
     assert not list(Path("branch").glob("step-*"))
 
 
-def test_what_changed_since_a_checkpoint_is_said(capsys):
+def test_what_changed_since_a_checkpoint_is_said(capsys, monkeypatch):
     main([*TINY, "--stop-at", "5", "--out", "run"])
+    original, rates = train_gpu.set_learning_rate, []
+
+    def noted(optimizers, share):
+        original(optimizers, share)
+        rates.append([group["lr"] for optimizer in optimizers for group in optimizer.param_groups])
+
+    monkeypatch.setattr(train_gpu, "set_learning_rate", noted)
     train("--resume", "--lr", "2e-3", "--clip", "0.25")
     out = capsys.readouterr().out
     assert "saved with --lr 0.001, and goes on with 0.002" in out and "--clip 0.5, and goes on with 0.25" in out and out.count("note:") == 2
-    rates = [group["lr"] for optimizer in final("run")["optimizer"] for group in optimizer["param_groups"]]
-    assert rates == [pytest.approx(learning_rate(9, 10, 2e-3, 3))] * 2          # what was said is what was done
+    assert rates[1:] == [[pytest.approx(learning_rate(step, 10, 2e-3, 3))] * 2 for step in range(5, 10)]       # what was said is what was done
 
 
 def test_kept_checkpoints_stay_without_the_flag():
