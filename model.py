@@ -491,8 +491,8 @@ def within(kind, least, most):
         except ValueError:
             value = math.nan
         if not least <= value <= most:
-            bounds = f"from {least:,}" if kind is int or not least else "above 0 and"
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {'whole ' if kind is int else ''}number {bounds} up to {most:,.10g}")
+            words = f"{'positive ' if least > 0 else ''}{'whole ' if kind is int else ''}number{'' if least > 0 else f' from {least}'}"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {words} up to {most:,.10g}")
         return value
     return parse
 
