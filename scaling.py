@@ -126,21 +126,64 @@ def training(model, optimizers, batch, share, steps, label, micro_batch=None):
         yield step + 1, total
 
 
+def chapter_config(corpus, d_model, n_layer):
+    return GPTConfig(vocab_size=corpus.vocab_size, d_model=d_model, n_layer=n_layer, n_head=d_model // HEAD_DIM, seq_len=SEQ_LEN)
+
+
 def train(d_model, n_layer, corpus, batches, steps=STEPS, peak_lr=LEARNING_RATE, device=torch.device("cpu"), label=""):
     """Train one model as the chapter does; returns a row of its table: sizes, the validation loss at each quarter of
     the run and the last step's training loss, in nats."""
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=corpus.vocab_size, d_model=d_model, n_layer=n_layer, n_head=d_model // HEAD_DIM, seq_len=SEQ_LEN)
-    model = GPT(config).to(device)
+    model = GPT(chapter_config(corpus, d_model, n_layer)).to(device)
     model.loss_rows = LOSS_ROWS[device.type]
     generator, val_loss = torch.Generator().manual_seed(0), []
     evaluate_at = {steps * quarter // EVALUATIONS for quarter in range(1, EVALUATIONS + 1)}
     for done, loss in training(model, [model.adamw(peak_lr)], lambda step: sample_batch(corpus.train, SEQ_LEN, BATCH, generator),
-                               lambda step: learning_rate(step, steps, 1.0, WARMUP), range(steps), label or f"d {d_model}, {n_layer} layers"):
+                               lambda step: learning_rate(step, steps, 1.0, WARMUP), range(steps), label):
         if done in evaluate_at:
             val_loss.append(evaluate(model, batches))
     return {"d_model": d_model, "n_layer": n_layer, "params": model.num_params(), "steps": sorted(evaluate_at),
             "val_loss": val_loss, "train_loss": loss.item(), "lr": peak_lr}
+
+
+def across_cores(jobs, first, workers, threads, make, *source):
+    """make(*source)(job) of each job, in order as they come, in that many processes of so many threads each; those in
+    first are started before the others."""
+    with worker_pool(get_ready, threads, make, *source, workers=workers) as pool:
+        started = {job: pool.submit(work, job) for job in dict.fromkeys((*first, *jobs))}
+        for job in tqdm(jobs, desc="training", disable=None, leave=False):
+            yield started[job].result()
+
+
+def get_ready(threads, make, *source):
+    """Make a worker process ready."""
+    torch.set_num_threads(threads)
+    keep_memory()
+    work.run = make(*source)
+
+
+def work(job):
+    return work.run(job)
+
+
+def chapter_trainer(data, steps, device):
+    """A function from (d_model, n_layer, learning rate) to train's row on a token file."""
+    corpus = load_corpus(data, SEQ_LEN)
+    batches = validation_batches(corpus, device)
+    return lambda job, label="": train(*job[:2], corpus, batches, steps, job[2], device, label)
+
+
+def chapter_rows(args, corpus, jobs):
+    """chapter_trainer's rows in order as they come. On a CPU in as many processes as the largest model leaves work for, it
+    first, each with its share of the cores: a small model gains more from a process of its own than from threads."""
+    params = [outline(chapter_config(corpus, *size)).num_params() for *size, _ in jobs]
+    workers = min(cpu_count(), sum(params) // max(params))
+    source = args.data, args.steps, args.device
+    if args.device.type == "cuda" or workers < 2:
+        run = chapter_trainer(*source)
+        return (run(job, f"d {job[0]}, {job[1]} layers, lr {job[2]:g}") for job in jobs)
+    largest = [job for job, n in zip(jobs, params) if n == max(params)]
+    return across_cores(jobs, largest, workers, cpu_count() // workers, chapter_trainer, *source)
 
 
 # --- the law --------------------------------------------------------------------------------------------------------
@@ -597,14 +640,10 @@ class Lab:
 
     def rows(self, experiments):
         """Each one's row, in order, as they come: trained a process a core on a CPU, one after another on a GPU."""
-        missing = [e for e in experiments if not self.remembered(e)]
-        if self.device.type == "cuda" or len(missing) < 2 or cpu_count() < 2:
-            yield from (self.row(e, "training") for e in experiments)
-            return
-        with worker_pool(take_lab, self.data, self.texts, self.device) as pool:
-            futures = {e: pool.submit(train_in_worker, e) for e in missing}
-            for experiment in tqdm(experiments, desc="training", disable=None, leave=False):
-                yield futures[experiment].result() if experiment in futures else self.remembered(experiment)
+        missing = sum(not self.remembered(e) for e in experiments)
+        if self.device.type == "cuda" or missing < 2 or cpu_count() < 2:
+            return (self.row(e, "training") for e in experiments)
+        return across_cores(experiments, (), cpu_count(), 1, trainer, self.data, self.texts, self.device)
 
     def share_out(self, experiments):
         """Under torchrun: train every world-th one, and on rank 0 wait for the others', which come by way of runs/."""
@@ -617,15 +656,9 @@ class Lab:
             time.sleep(0.5)
 
 
-def take_lab(*source):
-    """Make a worker process ready: small models gain more from a process a core than from threads."""
-    torch.set_num_threads(1)
-    keep_memory()
-    train_in_worker.lab = Lab(*source)
-
-
-def train_in_worker(experiment):
-    return train_in_worker.lab.row(experiment)
+def trainer(*source):
+    """A function from an experiment to its row in a lab."""
+    return Lab(*source).row
 
 
 # --- budgets and their optima ---------------------------------------------------------------------------------------
@@ -678,15 +711,13 @@ def bits_text(bits):
 def sizes(args):
     """The chapter's table: four sizes on the same data for the same number of steps."""
     corpus = chapters_corpus(args)
-    batches = validation_batches(corpus, args.device)
     rows = []
     at = [args.steps * quarter // EVALUATIONS for quarter in range(1, EVALUATIONS + 1)]
     print(f"{'d':>3s}  layers   params   validation loss at step " + "  ".join(f"{step:5d}" for step in at)
           + "   last training loss   bits per byte")
-    for d_model, n_layer in SIZES:
-        row = train(d_model, n_layer, corpus, batches, args.steps, device=args.device)
+    for row in chapter_rows(args, corpus, [(*size, LEARNING_RATE) for size in SIZES]):
         rows.append(row)
-        print(f"{d_model:3d}  {n_layer:6d}   {row['params'] / 1e6:5.2f}M   {'':23s} " + "  ".join(f"{v:5.2f}" for v in row["val_loss"])
+        print(f"{row['d_model']:3d}  {row['n_layer']:6d}   {row['params'] / 1e6:5.2f}M   {'':23s} " + "  ".join(f"{v:5.2f}" for v in row["val_loss"])
               + f"   {row['train_loss']:18.2f}   {bits_text(corpus.bits_per_byte(row['val_loss'][-1])):>13s}", flush=True)
     first, last = rows[0], rows[-1]
     print(f"{last['params'] / first['params']:.1f} times the parameters, {first['val_loss'][-1] - last['val_loss'][-1]:.2f} nats less; the "
@@ -698,11 +729,13 @@ def sizes(args):
 def lr(args):
     """Exercise 1: the final validation loss for each learning rate at two sizes."""
     corpus = chapters_corpus(args)
-    batches = validation_batches(corpus, args.device)
-    rows, best, rates = [], [], sorted(args.rates)
+    rows, best, rates = [], [], sorted(set(args.rates))
     print("params   " + "  ".join(f"{f'lr {rate:g}':>9s}" for rate in rates) + "   best")
-    for d_model, n_layer in LR_SIZES:
-        swept = [train(d_model, n_layer, corpus, batches, args.steps, rate, args.device, f"d {d_model}, lr {rate:g}") for rate in rates]
+    for row in chapter_rows(args, corpus, [(*size, rate) for size in LR_SIZES for rate in rates]):
+        rows.append(row)
+        if len(rows) % len(rates):
+            continue
+        swept = rows[-len(rates):]
         losses = [row["val_loss"][-1] for row in swept]
         winner = min((i for i, loss in enumerate(losses) if math.isfinite(loss)), key=losses.__getitem__, default=None)
         verdict = "none: no loss is finite" if winner is None else f"{rates[winner]:g}"
@@ -710,7 +743,6 @@ def lr(args):
             verdict += ", at the sweep's edge: the best may lie beyond it"
         print(f"{swept[0]['params'] / 1e6:5.2f}M   "
               + "  ".join(f"{f'{v:.3f}' + '*' * (i == winner):>9s}" for i, v in enumerate(losses)) + f"   {verdict}", flush=True)
-        rows += swept
         best.append(winner)
     same = len(set(best)) == 1 and None not in best
     print("the best learning rate is " + ("the same at both sizes" if same else "not the same at both sizes"))
