@@ -20,6 +20,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import signal
 import time
 import warnings
@@ -256,13 +257,15 @@ class Checkpoints:
             torch.save(stored, part)
 
     def save_sharded(self, path, state, about):
-        part = path.with_name(path.name + ".part")
+        part, hook = path.with_name(path.name + ".part"), sys.unraisablehook
+        sys.unraisablehook = lambda ignored: None           # its files that a full disk cut short complain once more when let go of
         try:
             dcp.save(state, checkpoint_id=part)
         except dcp.api.CheckpointException as error:        # the ranks' errors, on all of them
             shutil.rmtree(part, ignore_errors=True)
             reason = next(str(reason) or repr(reason) for reason, _ in error.failures.values())
             raise UserError(f"{path} cannot be written ({reason}); is the disk full or read-only?") from None
+        sys.unraisablehook = hook
         on_rank_0(lambda: self.finish_sharded(path, part, about))
 
     def finish_sharded(self, path, part, about):
