@@ -50,6 +50,24 @@ def launch(processes, *flags, out="run", strategy="ddp", launcher=("--standalone
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen)
 
 
+def ranks(processes, *flags, out="run", strategy="ddp"):
+    """Run the script in as many processes, as torchrun would start them but forked from one that has it imported already."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["train_gpu", "pytest"])
+    argv = [*TINY, "--micro-batch", "2", "--strategy", strategy, "--out", out, *map(str, flags)]
+    started = [context.Process(target=as_rank, args=(rank, processes, port, argv)) for port in [free_port()] for rank in range(processes)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(240)
+    assert [process.exitcode for process in started] == [0] * processes
+
+
+def as_rank(rank, world, port, argv):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    main(argv)
+
+
 def finish(process, status=0):
     out, _ = process.communicate(timeout=240)
     assert process.returncode == status, out
@@ -175,7 +193,7 @@ def test_one_two_and_four_processes_and_fsdp_train_the_same_model():
     main([*TINY, *flags, "--out", "one"])
     one, log = final("one", 30), read_log(Path("one/log.jsonl"))
     for name, processes, strategy in (("two", 2, "ddp"), ("four", 4, "ddp"), ("sharded", 2, "fsdp")):
-        finish(launch(processes, *flags, out=name, strategy=strategy))
+        ranks(processes, *flags, out=name, strategy=strategy)
         theirs = read_log(Path(name) / "log.jsonl")
         for a, b in zip(log, theirs, strict=True):
             assert a["step"] == b["step"]
@@ -259,7 +277,7 @@ def test_three_processes_resume_what_one_began():
     flags = ("--micro-batch", "2", "--global-batch", "12")
     main([*TINY, *flags, "--out", "one"])
     main([*TINY, *flags, "--out", "three", "--stop-at", "5"])
-    finish(launch(3, *flags, "--resume", out="three"))
+    ranks(3, *flags, "--resume", out="three")
     assert difference(final("one"), final("three")) < 1e-4
 
 
@@ -544,7 +562,7 @@ def test_muon_trains_the_same_model_under_ddp_and_sharded():
     one = losses("one")
     assert one[-1] < one[0] - 0.05
     for strategy in ("ddp", "fsdp"):
-        finish(launch(2, *MUON, out=strategy, strategy=strategy))
+        ranks(2, *MUON, out=strategy, strategy=strategy)
         assert losses(strategy) == pytest.approx(one, abs=5e-3)
 
 
@@ -648,7 +666,7 @@ def test_a_sharded_checkpoint_cut_short_anywhere_falls_back():
 
 def test_matrix_norms_and_updates_are_logged(monkeypatch):
     monkeypatch.setattr(train_gpu, "LOG_EVERY", 5)
-    finish(launch(2, *MUON, "--lr", "0.02", out="sharded", strategy="fsdp"))
+    ranks(2, *MUON, "--lr", "0.02", out="sharded", strategy="fsdp")
     main([*TINY, *MUON, "--lr", "0.02", "--save-every", "1", "--keep-at", "4", "--out", "run"])
     records = {r["step"]: r["matrices"] for r in read_log(Path("run/log.jsonl")) if "matrices" in r}
     before, after = (final("run", step)["model"] for step in (4, 10))
