@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,6 +79,29 @@ def test_training_is_the_plain_loop(small):
     assert row["train_loss"] == pytest.approx(last, abs=1e-4)
     assert row["val_loss"][-1] == pytest.approx(evaluate(model, batches), abs=1e-4)
     assert row["steps"] == [3, 6, 9, 12] and len(row["val_loss"]) == 4 and row["params"] == model.num_params()
+
+
+@pytest.mark.parametrize("cores, jobs, processes, threads", [
+    (2, [(32, 1, 1e-3), (64, 1, 1e-3), (64, 1, 3e-3), (32, 1, 3e-3)], 2, 1), (8, [(32, 1, 1e-3), (64, 1, 1e-3), (64, 1, 3e-3)], 2, 4)])
+def test_side_by_side_the_models_are_those_of_one_after_another(monkeypatch, cores, jobs, processes, threads):
+    """In their order, though the largest is started first; no more threads than cores."""
+    save_tokens(vocab_size=128)
+    args = SimpleNamespace(data=Path("tokens.pt"), device=CPU, steps=4)
+    pool, seen = scaling.worker_pool, []
+
+    def noted(get_ready, threads, *source, workers):
+        seen.append((workers, threads))
+        return pool(get_ready, 1, *source, workers=workers)         # sums in one order
+
+    monkeypatch.setattr(scaling, "worker_pool", noted)
+    monkeypatch.setattr(scaling, "cpu_count", lambda: cores)
+    together = list(scaling.chapter_rows(args, load_corpus(), jobs))
+    monkeypatch.setattr(scaling, "cpu_count", lambda: 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert list(scaling.chapter_rows(args, load_corpus(), jobs)) == together and seen == [(processes, threads)]
+    torch.set_num_threads(before)
+    assert [(row["d_model"], row["n_layer"], row["lr"]) for row in together] == jobs
 
 
 def test_sizes_and_what_it_leaves_behind(small, capsys):
