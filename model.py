@@ -615,7 +615,7 @@ def check_runs():
     """Refuse now, not when the work is done, where runs/ cannot be written. Raises UserError."""
     place = RUNS if RUNS.exists() else RUNS.absolute().parent
     if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise UserError(f"{RUNS}: results cannot be written there ({place} is not a directory that can be written)")
+        raise UserError(f"{RUNS}: results cannot be written there ({place} is not a directory that can be written); start it from one that can")
 
 
 def plain(value):
