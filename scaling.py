@@ -151,8 +151,11 @@ def across_cores(jobs, first, workers, threads, make, *source):
     first are started before the others."""
     with worker_pool(get_ready, threads, make, *source, workers=workers) as pool:
         started = {job: pool.submit(work, job) for job in dict.fromkeys((*first, *jobs))}
-        for job in tqdm(jobs, desc="training", disable=None, leave=False):
-            yield started[job].result()
+        with tqdm(total=len(started), desc="training", disable=None, leave=False) as bar:
+            for future in started.values():
+                future.add_done_callback(lambda future: bar.update())
+            for job in jobs:
+                yield started[job].result()
 
 
 def get_ready(threads, make, *source):
