@@ -563,6 +563,8 @@ def join_group(device=None, timeout=600):
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = "nccl" if device.type == "cuda" else "gloo"
     if alone:
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return device
     wait = timedelta(seconds=timeout)
@@ -682,7 +684,7 @@ def worker_pool(prepare, *args, workers=None, start_method="forkserver"):
     try:
         yield pool
     except BrokenProcessPool:
-        raise UserError("a worker process was ended (out of memory?); the same command goes on") from None
+        raise UserError("a worker process was ended (out of memory?); start the same command again") from None
     except BaseException:
         stop.set()
         raise

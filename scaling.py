@@ -162,11 +162,11 @@ def get_ready(threads, make, *source):
     """Make a worker process ready."""
     torch.set_num_threads(threads)
     keep_memory()
-    work.run = make(*source)
+    work.ready = functools.cache(functools.partial(make, *source))      # made by the first job, which can tell of a refusal
 
 
 def work(job):
-    return work.run(job)
+    return work.ready()(job)
 
 
 def chapter_trainer(data, steps, device):

@@ -305,8 +305,10 @@ class Checkpoints:
         if sharded:
             refuse_code(path / ".metadata")
             dcp.load(state, checkpoint_id=path)
+        elif isinstance(stored["optimizer"], list):
+            raise UserError(f"{path}: saved by an earlier version of this script, with which it can go on; start another run with --out DIR")
         else:
-            state = stored
+            fill(state, {name: stored[name] for name in state})
         set_state_dict(self.parallel.model, self.optimizers, model_state_dict=state["model"],
                        optim_state_dict={"state": state["optimizer"], "param_groups": options})
         return stored
@@ -324,7 +326,7 @@ class Checkpoints:
         self.branched_from = about["branched_from"]
         self.keep |= set(about["keep"])
         # A damaged one would take one of the two places that are kept; it may still help to find out what happened.
-        on_rank_0(lambda: [os.replace(path, path.with_name(path.name + ".damaged")) for path in damaged])
+        on_rank_0(lambda: [set_aside(path) for path in damaged])
         return about["step"]
 
     def branch(self, path):
@@ -402,6 +404,26 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is refused")
 
 
+def fill(state, stored):
+    """Copy the tensors of nested dicts into those of the same places, so that none is held twice. Raises KeyError or
+    ValueError where the two are not of one form."""
+    for name, value in state.items():
+        if isinstance(value, dict):
+            fill(value, stored[name])
+        elif value.shape != stored[name].shape:
+            raise ValueError(f"{name} has the shape {tuple(stored[name].shape)}")
+        else:
+            value.copy_(stored[name])
+
+
+def set_aside(path):
+    """Rename a damaged checkpoint, over an earlier one of its step."""
+    aside = path.with_name(path.name + ".damaged")
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    os.replace(path, aside)
+
+
 def refuse_code(path):
     """Raise UnpicklingError where loading a sharded checkpoint would run code that its files bring along: where its index
     holds more than an index, or lists anything but tensors, which are loaded as such."""
@@ -420,22 +442,27 @@ def say(text):
 
 
 class Log:
-    """One JSON line a record in log.jsonl, on rank 0; what a resumed run will compute again is dropped from it.
+    """One JSON line a record in log.jsonl, on rank 0; what a resumed run will compute again is dropped from it: the steps
+    beyond resumed_at and, where again says so, that step's validation, whose new record keeps what only the old one knows.
 
     A line that cannot be written is noted in failure, for the ranks to agree on: rank 0 must not leave them waiting.
     """
 
-    def __init__(self, path, resumed_at):
-        self.path, self.file, self.failure = path, None, None
-        on_rank_0(lambda: self.open(resumed_at))
+    def __init__(self, path, resumed_at, again=False):
+        self.path, self.file, self.failure, self.dropped = path, None, None, {}
+        on_rank_0(lambda: self.open(resumed_at, again))
 
-    def open(self, resumed_at):
-        records = [r for r in read_log(self.path) if r["step"] < resumed_at + ("loss" in r)]
+    def open(self, resumed_at, again):
+        records = [r for r in read_log(self.path) if r["step"] <= resumed_at]
+        if again:
+            self.dropped = next((r for r in records if r["step"] == resumed_at and "val_loss" in r), {})
         with written_whole(self.path) as part:
-            part.write_text("".join(json.dumps(r) + "\n" for r in records))
+            part.write_text("".join(json.dumps(r) + "\n" for r in records if r is not self.dropped))
         self.file = open(self.path, "a")
 
     def write(self, **record):
+        if "val_loss" in record and record["step"] == self.dropped.get("step"):
+            record = self.dropped | record
         if self.file and not self.failure:
             try:
                 self.file.write(json.dumps(record) + "\n")
@@ -543,6 +570,11 @@ def sample(parallel, tokenizer, ids):
     return tokenizer.decode(out[0].tolist())
 
 
+def is_validated(args, step):
+    """Whether a validation follows a step."""
+    return step > 0 and (step % args.eval_every == 0 or step == args.steps)
+
+
 def validate(args, parallel, corpus, step, log):
     """Measure, print and log the loss on the validation part."""
     nats = evaluate(parallel, corpus.val, args.eval_batch)
@@ -592,7 +624,7 @@ def train(args, corpus, parallel, optimizers, checkpoints, log, first_step, last
     loader = Loader(corpus.train, parallel.model.config, args.global_batch, args.micro_batch, args.seed, device, first_step, rank, world)
     step, stopped, since_line = first_step, None, replace(progress)
     while not stopped:
-        if step and (step % args.eval_every == 0 or step == args.steps):       # a resumed run begins with its checkpoint's
+        if is_validated(args, step):    # a resumed run begins with its checkpoint's
             validate(args, parallel, corpus, step, log)
         if step >= last_step:
             break
@@ -655,6 +687,9 @@ def run(args, device):
             prompt = load_prompt(args.sample, args.data, config)
         except UserError as error:      # said now, and not when the run is done
             say(f"--sample: {error}, so no text will be written")
+        prompts = [None] * world        # all ranks write it, or none
+        dist.all_gather_object(prompts, prompt is not None)
+        prompt = prompt if all(prompts) else None
     memory = training_memory(config, args.micro_batch, world, args.strategy == "fsdp", args.recompute, args.optimizer, device.type,
                              accumulate=args.global_batch > args.micro_batch * world)
     gigabytes = peak_memory_gb(device) + sum(memory.values()) / GIGA            # on a CPU beside Python and torch themselves
@@ -663,7 +698,7 @@ def run(args, device):
     on_rank_0(lambda: checkpoints.claim(args.resume))
     first_step = checkpoints.start(args.resume)
     last_step = max(first_step, min(args.steps, args.stop_at or args.steps))
-    log = Log(args.out / "log.jsonl", first_step)
+    log = Log(args.out / "log.jsonl", first_step, again=is_validated(args, first_step))
 
     peak = datasheet_peak(device, "bf16")
     progress = Progress(args.global_batch * config.seq_len, outline(config).flops_per_token(), peak and world * peak, device)

@@ -104,6 +104,18 @@ def test_side_by_side_the_models_are_those_of_one_after_another(monkeypatch, cor
     assert [(row["d_model"], row["n_layer"], row["lr"]) for row in together] == jobs
 
 
+def test_what_a_worker_refuses_is_one_line(monkeypatch, refused):
+    """Ids beyond the vocabulary that are found only when the validation windows are read."""
+    Path("shards").mkdir()
+    for split, bad in (("train", 0), ("val", 1)):
+        ids = np.zeros(250_000, np.uint16)
+        ids[200_000:] = bad * 60_000
+        ids.tofile(f"shards/{split}.bin")
+    monkeypatch.setattr(scaling, "cpu_count", lambda: 2)
+    monkeypatch.setattr(scaling, "SIZES", ((32, 1), (32, 1)))
+    refused(main, "sizes", "--data", "shards", "--steps", "4", words=("60,000", "vocabulary"))
+
+
 def test_sizes_and_what_it_leaves_behind(small, capsys):
     main(["--steps", "8"])
     out, results = capsys.readouterr().out, json.load(open("runs/scaling-sizes.json"))

@@ -307,6 +307,61 @@ def test_every_validation_is_in_the_log_once_wherever_the_run_ended(monkeypatch,
     assert [step for step, _ in found["whole"]] == [5, 10] and found["whole"] == found["stopped"] == found["cut"]
 
 
+@pytest.mark.parametrize("first, then, steps", [
+    (("--steps", "3"), ("--steps", "10"), [3, 5, 10]), (("--stop-at", "5"), ("--eval-every", "4"), [5, 8, 10]),
+    ((), ("--steps", "12", "--eval-every", "6"), [5, 10, 12])])
+def test_a_validation_that_a_resumed_run_does_not_measure_again_stays_in_the_log(first, then, steps):
+    train_part = [*TINY, "--eval-every", "5", "--out", "run"]
+    main([*train_part, *first])
+    before = [r for r in read_log(Path("run/log.jsonl")) if "val_loss" in r]
+    main([*train_part, *then, "--resume"])
+    after = [r for r in read_log(Path("run/log.jsonl")) if "val_loss" in r]
+    assert [r["step"] for r in after] == steps and after[:len(before)] == before
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resume_holds_no_tensor_twice(optimizer, monkeypatch):
+    """What is read is copied into the tensors that are there, and these are the ones that train on."""
+    main([*TINY, "--optimizer", optimizer, "--stop-at", "5", "--out", "run"])
+    state, held = train_gpu.Checkpoints.state, []
+
+    def tensors(tree):
+        return [t for value in tree.values() for t in (tensors(value) if isinstance(value, dict) else [value])]
+
+    def noted(self):
+        found = state(self)
+        held.append([t.data_ptr() for t in tensors(found[0])])
+        return found
+
+    monkeypatch.setattr(train_gpu.Checkpoints, "state", noted)
+    main([*TINY, "--optimizer", optimizer, "--resume", "--out", "run"])
+    assert len(held) == 2 and held[0] == held[1] and len(held[0]) > 10          # as it was loaded, and as it was saved at the end
+
+
+def test_a_checkpoint_of_the_earlier_form_is_refused_and_not_called_damaged(refused):
+    stored = train()
+    torch.save({**stored, "optimizer": [{"state": {}, "param_groups": []}]}, "run/step-0000010.pt")
+    refused(main, *TINY, "--out", "run", "--resume", words=("step-0000010.pt", "earlier version"))
+    assert Path("run/step-0000010.pt").exists()
+
+
+def test_a_checkpoint_whose_tensors_have_other_shapes_is_not_whole(capsys):
+    stored = train(out="run")
+    name = "blocks.0.attn.qkv.weight"
+    torch.save({**stored, "model": stored["model"] | {name: stored["model"][name][:1]}}, "run/step-0000010.pt")
+    assert same(stored, train("--resume")) and "step-0000010.pt is not whole" in capsys.readouterr().out
+
+
+def test_a_step_that_is_damaged_twice_is_set_aside_twice():
+    for strategy, damaged in (("ddp", "step-0000010.pt"), ("fsdp", "step-0000010/.metadata")):
+        flags = [*TINY, "--strategy", strategy, "--out", strategy]
+        main(flags)
+        for _ in range(2):
+            (Path(strategy) / damaged).write_bytes(b"cut")
+            main([*flags, "--resume"])
+        assert len(losses(strategy)) == 10 and len(list(Path(strategy).glob("*.damaged"))) == 1
+
+
 def test_a_checkpoint_loads_into_a_plain_gpt():
     stored = train()
     assert stored.keys() == {"model", "optimizer", "step", "config", "identity", "run", "keep", "branched_from"} and stored["step"] == 10
@@ -743,6 +798,7 @@ def test_choices_are_answered_at_each_validation(monkeypatch, capsys):
     monkeypatch.setattr(prepare_data, "load_tokenizer", lambda data: Letters())
     Path("choices.jsonl").write_text(json.dumps(HELLASWAG) + "\n" + json.dumps({**ARC, "question": {**ARC["question"], "stem": "W"}}) + "\n")
     main([*TINY, "--seq-len", "32", "--choices", "choices.jsonl", "--out", "run"])
+    main([*TINY, "--seq-len", "32", "--resume", "--out", "run"])               # measures the last loss again, and keeps the answers
     records = [r for r in read_log(Path("run/log.jsonl")) if "choices" in r]
     assert [r["step"] for r in records] == [5, 10] and capsys.readouterr().out.count("of 2 questions right") == 2
     assert all(r[key] in (0.0, 0.5, 1.0) for r in records for key in ("choices", "choices_per_byte"))
