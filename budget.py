@@ -149,9 +149,9 @@ def training_memory(config, micro_batch, gpus=1, sharded=False, recompute=False,
 
     Counted tensor by tensor: what autograd saves in model.py's forward pass, bf16 under autocast on a GPU and fp32 on a CPU
     (where RMSNorm's steps are saved one by one), and what one step holds beside it. Most is held at one of three moments:
-    in the loss, with all activations; with recompute, in the backward pass of the last block; at the end of the backward
-    pass, with all gradients. accumulate: a micro-batch before left its gradients. all_logits: the loss is
-    not taken in chunks.
+    in the loss, with all activations; in the backward pass of the last block, which recompute has made once more by then;
+    at the end of the backward pass, with all gradients. accumulate: a micro-batch before left its gradients. all_logits:
+    the loss is not taken in chunks.
     """
     model = outline(config)
     n_params, matrices = model.num_params(), in_block_matrices(model)
@@ -177,10 +177,9 @@ def training_memory(config, micro_batch, gpus=1, sharded=False, recompute=False,
         rows = min(tokens, LOSS_ROWS[device_type])
         loss = rows * V * (half + 4 + (0 if on_cpu else half)) + V * C * (8 + half * (1 if on_cpu else 3)) + 4 * tokens * C
     moments = [{**held, "gradients": gradients * accumulate, "activations": activations, "loss": loss},
+               {**held, "gradients": gradients if accumulate else 4 * V * C / share, "activations": activations + block * recompute,
+                "one block's gradients": inside_backward},
                {**held, "gradients": gradients, "activations": block + tokens * 4 * C, "one block's gradients": inside_backward}]
-    if recompute:
-        moments.append({**held, "gradients": gradients if accumulate else 4 * V * C / share, "activations": activations + block,
-                        "one block's gradients": inside_backward})
     return max(moments, key=lambda parts: sum(parts.values()))
 
 

@@ -174,8 +174,8 @@ MEMORY_CASES = (        # family, d_model, n_layer, seq_len, vocabulary, micro-b
     (CHAPTERS, 128, 4, 128, 8192, 16, "adamw", 512, False, False), (CHAPTERS, 128, 4, 128, 8192, 4, "adamw", 512, True, False),
     (CHAPTERS, 128, 4, 128, 8192, 16, "adamw", 0, False, False), (CHAPTERS, 256, 4, 256, 8192, 8, "adamw", 512, True, False),
     (CHAPTERS, 256, 8, 256, 1000, 4, "adamw", 512, False, True), (CHAPTERS, 512, 4, 64, 1000, 1, "adamw", 512, False, False),
-    (REPORTS, 256, 6, 256, 8192, 4, "muon", 512, False, False), (REPORTS, 256, 6, 256, 8192, 8, "muon", 512, True, True),
-    (REPORTS, 128, 2, 128, 50257, 16, "adamw", 512, False, False), (REPORTS, 256, 4, 128, 257, 16, "muon", 512, True, False))
+    (REPORTS, 256, 3, 256, 8192, 4, "muon", 512, False, False), (REPORTS, 128, 6, 256, 8192, 8, "muon", 512, True, True),
+    (REPORTS, 128, 2, 128, 50257, 16, "adamw", 512, False, False), (REPORTS, 256, 2, 128, 257, 16, "muon", 512, True, False))
 
 
 @pytest.mark.parametrize("case", MEMORY_CASES, ids=range(len(MEMORY_CASES)))
